@@ -1,0 +1,58 @@
+# Every target creates the virtual environment it needs. LANE picks the tested set of versions:
+# default (TransformerLens 3.9, in .venv) or tl4 (TransformerLens 4, in .venv-tl4).
+
+PYTHON ?= python3
+LANE ?= default
+
+ifeq ($(LANE),default)
+VENV := .venv
+else ifeq ($(LANE),tl4)
+VENV := .venv-tl4
+else
+$(error LANE is "$(LANE)"; it can be default or tl4)
+endif
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CONSTRAINTS := .ci/constraints-$(LANE).txt
+PIP_INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check \
+	-c $(CONSTRAINTS)
+
+.PHONY: help demo test test-real lint clean distclean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) \
+		| awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
+
+demo: $(STAMP) ## direct logit attribution on the shipped model (LANE=tl4: with TransformerLens 4)
+	$(BIN)/resid-patching dla --model demo \
+		--prompt "When Mary and John went to the store, John gave a drink to" \
+		--answer " Mary" --foil " John"
+
+test: $(STAMP) ## the tests that need no large model (LANE=tl4: with TransformerLens 4)
+	$(BIN)/python -m pytest -m "not real"
+
+test-real: $(STAMP) ## prepare SmolLM2-135M, then the tests that need it
+	$(BIN)/python scripts/prepare_smollm2.py
+	RESID_PATCHING_REQUIRE_REAL=1 $(BIN)/python -m pytest -m real
+
+lint: $(STAMP) ## ruff, formatting and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
+
+clean: ## remove build products and tool caches
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find resid_patching scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## also remove the virtual environments and the prepared models
+	rm -rf .venv .venv-tl4 .cache
+
+# Touched last, so that a set-up that failed or was interrupted is done again.
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@rm -f $@
+	@echo "Setting up $(VENV) (a few minutes the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) torch
+	@$(PIP_INSTALL) -e '.[dev,real]'
+	@touch $@

@@ -1,0 +1,85 @@
+"""resid_patching: what did this part of the model do?
+
+Analyses of the residual stream for TransformerLens models:
+
+    import resid_patching as rp
+
+    model = rp.load("gpt2")  # or "demo", a folder, or your own HookedTransformer / Bridge
+    run = rp.capture(model, "When Mary and John went to the store, John gave a drink to")
+    dla = rp.direct_logit_attribution(run, answer=" Mary", foil=" John", by="head")
+    dla.top(5)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from resid_patching.version import __version__
+
+if TYPE_CHECKING:
+    from resid_patching.address import Edge, parse, parse_edge
+    from resid_patching.attribution import Attribution, direct_logit_attribution
+    from resid_patching.decomposition import Parts, decompose
+    from resid_patching.errors import ResidPatchingError, ResidPatchingWarning
+    from resid_patching.models import ModelView, load
+    from resid_patching.prompts import Prompts, windows
+    from resid_patching.result import Axis, Provenance, Result
+    from resid_patching.run import Run, capture
+
+# Imported when first used, so that `--help` and `import resid_patching` need no torch.
+_HOME = {
+    "Edge": "address",
+    "parse": "address",
+    "parse_edge": "address",
+    "Attribution": "attribution",
+    "direct_logit_attribution": "attribution",
+    "Parts": "decomposition",
+    "decompose": "decomposition",
+    "ResidPatchingError": "errors",
+    "ResidPatchingWarning": "errors",
+    "ModelView": "models",
+    "load": "models",
+    "Prompts": "prompts",
+    "windows": "prompts",
+    "Axis": "result",
+    "Provenance": "result",
+    "Result": "result",
+    "Run": "run",
+    "capture": "run",
+}
+
+__all__ = [
+    "__version__",
+    "Edge",
+    "parse",
+    "parse_edge",
+    "Attribution",
+    "direct_logit_attribution",
+    "Parts",
+    "decompose",
+    "ResidPatchingError",
+    "ResidPatchingWarning",
+    "ModelView",
+    "load",
+    "Prompts",
+    "windows",
+    "Axis",
+    "Provenance",
+    "Result",
+    "Run",
+    "capture",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_HOME[name]}")
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

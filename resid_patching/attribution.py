@@ -1,0 +1,333 @@
+"""Direct logit attribution: what each component wrote towards a token, exactly.
+
+For a final stream state x = sum c_i at a position, final norm with gain gamma and bias beta,
+unembedding W_U and b_U, and the answer direction u = W_U[:, answer] - W_U[:, foil]:
+
+    logit difference = sum_i ((c_i - mean c_i) / sigma) . (gamma * u)
+                       + beta . u + b_U[answer] - b_U[foil]
+
+sigma is the model's own divisor at that position, one for every part (RMSNorm: no mean, no beta).
+With the two constants, the rows *are* the logit difference; the result carries the gap, and the
+call refuses where it is not rounding.
+
+Sign: positive rows push the answer up against the foil. A row is what was written *directly*: a
+component that matters only through later ones scores near zero, and two components that write
+and erase the same vector both score high. Ablation answers what depends on a component.
+
+    dla = direct_logit_attribution(run, answer=" Mary", foil=" John", by="head")
+    dla.total, dla.model_value, dla.gap
+
+Source: Elhage et al. 2021; Wang et al. 2022 (arXiv 2211.00593), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from resid_patching.address import FinalNormBias, UnembedBias
+from resid_patching.decomposition import TOLERANCE, By, decompose
+from resid_patching.errors import GapError, TokenError
+from resid_patching.models import ModelView, require
+from resid_patching.prompts import (
+    PositionIndex,
+    Positions,
+    Prompts,
+    Token,
+    single_token,
+    token_text,
+    warn_missing_space,
+)
+from resid_patching.result import Axis, Result, provenance
+from resid_patching.run import RowReader, Run
+
+if TYPE_CHECKING:
+    import pandas
+
+Tokens: TypeAlias = Token | Sequence[Token] | Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Attribution(Result):
+    """Direct logit attribution: values [component, batch, pos], in logits.
+
+    Attributes:
+        by: the grain: component, head or neuron.
+        model_value: the model's own logit difference [batch, pos], before any output softcap.
+        capped_value: the same after the softcap, or None where the model has none.
+        answers: the answer's id for each row.
+        foils: the foil's id for each row, or None: against the mean over the vocabulary.
+        answer_texts, foil_texts: the same as text.
+        token_texts: the tokens of each row as text.
+        position_index: the position of each cell [batch, pos], -1 where a row has none.
+    """
+
+    kind: ClassVar[str] = "attribution"
+
+    by: By
+    model_value: Float[Tensor, "batch pos"]
+    capped_value: Float[Tensor, "batch pos"] | None
+    answers: tuple[int, ...]
+    foils: tuple[int, ...] | None
+    answer_texts: tuple[str, ...]
+    foil_texts: tuple[str, ...] | None
+    token_texts: tuple[tuple[str, ...], ...]
+    position_index: Int[Tensor, "batch pos"]
+
+    @property
+    def total(self) -> Float[Tensor, "batch pos"]:
+        """The sum of all rows."""
+        return self.values.sum(0)
+
+    @property
+    def gap(self) -> Float[Tensor, "batch pos"]:
+        """|total - model_value|: how far the rows are from adding up."""
+        return (self.total - self.model_value).abs()
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """The rows' addresses, as text."""
+        return tuple(map(str, self.axis("component").labels))
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """The rows that no part of the model computes from the prompt."""
+        return (str(FinalNormBias()), str(UnembedBias()))
+
+    def sel(self, **labels: object) -> Tensor:
+        """Values at labels, those axes dropped.
+
+        `pos` is a position of the prompt; a negative one counts from each row's last token.
+
+        Raises:
+            KeyError: an axis or label does not exist, or a row has no such position.
+        """
+        if "pos" not in labels:
+            return super().sel(**labels)
+        rest = {name: label for name, label in labels.items() if name != "pos"}
+        wanted = int(labels["pos"])  # type: ignore[call-overload]
+        lengths = torch.tensor([len(texts) for texts in self.token_texts])
+        target = lengths + wanted if wanted < 0 else torch.full_like(lengths, wanted)
+        found = self.position_index.cpu() == target[:, None]
+        if not found.any(1).all():
+            raise KeyError(f"position {wanted} is not in this result for every row")
+        column = found.long().argmax(1).to(self.values.device)
+        values = self.values[:, torch.arange(len(column), device=column.device), column]
+        reduced = Result(values, self.axes[:2], self.unit, self.provenance)
+        return reduced.sel(**rest)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Long form: component, batch, pos, token, value; one row a cell that exists."""
+        frame = super().to_frame()
+        n_parts = self.values.shape[0]
+        index = self.position_index.cpu().flatten().repeat(n_parts).numpy()
+        frame["pos"] = index
+        rows = frame["batch"].to_numpy()
+        texts = self.token_texts
+        tokens = [texts[b][p] if p >= 0 else "" for b, p in zip(rows, index, strict=True)]
+        frame.insert(3, "token", tokens)
+        return frame.loc[frame["pos"] >= 0].reset_index(drop=True)
+
+
+def direct_logit_attribution(
+    run: Run,
+    answer: Tokens,
+    foil: Tokens | None = None,
+    *,
+    by: By = "component",
+    positions: Positions = -1,
+) -> Attribution:
+    """What each component wrote towards the answer and against the foil.
+
+    Args:
+        run: a run, from `capture`.
+        answer: a token as text or id, or one for each prompt.
+        foil: the token it is scored against, or one for each prompt. None scores against the mean
+            over the vocabulary, and the result says so: absolute logits cannot be compared
+            between a centred and an uncentred unembedding, differences can.
+        by: `component`, `head` or `neuron`.
+        positions: the scored position of every prompt (-1, the last real token), one for each
+            prompt, or None for all.
+
+    Returns:
+        An `Attribution` [component, batch, pos] in logits, whose rows sum to the model's own
+        logit difference.
+
+    Raises:
+        TokenError: an answer or foil that is not one token.
+        PositionError: a prompt has no such position.
+        GapError: the rows do not add up to the model's own value.
+        HeadMismatchError, NeuronMismatchError: the model has no such exact parts.
+
+    Warns:
+        AnswerWarning: an answer without its leading space that is another token.
+    """
+    view, prompts = run.view, run.prompts
+    parts = decompose(run, by=by)
+    require(view, "readout")
+    answers = _token_ids(view, prompts, answer, "answer")
+    foils = None if foil is None else _token_ids(view, prompts, foil, "foil")
+    if foils is not None and (same := [i for i, a in enumerate(answers) if a == foils[i]]):
+        raise TokenError(f"prompt {same[0]}: answer and foil are the same token {answers[same[0]]}")
+
+    score = _Score(view, answers, foils, run.locate(positions))
+    values, states = parts.sweep(
+        score.folded, score.which, positions, logits=score.read, raw_logits=score.read_raw
+    )
+    sigma = view.final_norm.scale(states)
+    rows = torch.cat([values / sigma, score.constants(sigma)])
+    model_value, capped = score.values()
+    _require_gap(view, rows, model_value, score)
+
+    names = [*map(str, parts.writers), str(FinalNormBias()), str(UnembedBias())]
+    against = "the vocabulary mean" if foils is None else "foil"
+    plan = f"direct logit attribution by {by}, answer against {against}"
+    if view.softcap is not None:
+        plan += f", before the output softcap of {view.softcap:g}"
+    return Attribution(
+        values=rows,
+        axes=_axes(names, run, positions),
+        unit="logits",
+        provenance=provenance(view, prompts, plan),
+        by=by,
+        model_value=model_value,
+        capped_value=capped,
+        answers=tuple(answers),
+        foils=None if foils is None else tuple(foils),
+        answer_texts=tuple(token_text(view.tokenizer, a) for a in answers),
+        foil_texts=None if foils is None else tuple(token_text(view.tokenizer, f) for f in foils),
+        token_texts=prompts.token_texts,
+        position_index=run.locate(positions).index.to(rows.device),
+    )
+
+
+def _axes(names: list[str], run: Run, positions: Positions) -> tuple[Axis, ...]:
+    width = run.locate(positions).index.shape[1]
+    if positions is None:
+        labels: tuple[str | int, ...] = tuple(range(width))
+    elif isinstance(positions, int):
+        labels = (positions,)
+    else:
+        labels = ("own",)
+    return (
+        Axis("component", tuple(names)),
+        Axis("batch", tuple(range(len(run)))),
+        Axis("pos", labels),
+    )
+
+
+def _token_ids(view: ModelView, prompts: Prompts, tokens: Tokens, what: str) -> list[int]:
+    if isinstance(tokens, Tensor):
+        tokens = tokens.tolist()
+    if isinstance(tokens, str | int):
+        tokens = [tokens] * len(prompts)
+    if not isinstance(tokens, Sequence):
+        raise TokenError(f"the {what} is a text, an id, or one for each prompt; got {tokens!r}")
+    if len(tokens) != len(prompts):
+        raise TokenError(f"{len(tokens)} {what}s were given for {len(prompts)} prompts")
+    ids = [single_token(view, token, what) for token in tokens]
+    for token in dict.fromkeys(tokens):
+        warn_missing_space(view, token, prompts.texts[tokens.index(token)], what)
+    return ids
+
+
+class _Score:
+    """The answer directions, the constants, and the model's own values."""
+
+    def __init__(
+        self,
+        view: ModelView,
+        answers: list[int],
+        foils: list[int] | None,
+        positions: PositionIndex,
+    ) -> None:
+        self.view = view
+        self.positions = positions
+        pairs = list(zip(answers, foils or [None] * len(answers), strict=True))
+        unique = list(dict.fromkeys(pairs))
+        place = {pair: number for number, pair in enumerate(unique)}
+        self.which = torch.tensor([place[pair] for pair in pairs], device=view.device)
+        self.answers = torch.tensor(answers, device=view.device)
+        self.foils = None if foils is None else torch.tensor(foils, device=view.device)
+        self.direction, self.bias = self._directions(unique, foils is None)
+        self.folded = view.final_norm.fold(self.direction)
+        self._capped: list[Tensor] = []
+        self._raw: list[Tensor] = []
+
+    def _directions(
+        self, unique: list[tuple[int, int | None]], against_mean: bool
+    ) -> tuple[Tensor, Tensor]:
+        view = self.view
+        ids = torch.tensor([answer for answer, _ in unique], device=view.device)
+        direction, bias = view.unembed_columns(ids), view.unembed_bias(ids)
+        if against_mean:
+            mean = view.W_U.detach().mean(1, dtype=view.compute_dtype)
+            return direction - mean, bias - view.b_U.detach().mean(dtype=view.compute_dtype)
+        other = torch.tensor([foil for _, foil in unique], device=view.device)
+        return direction - view.unembed_columns(other), bias - view.unembed_bias(other)
+
+    def constants(self, sigma: Tensor) -> Tensor:
+        """The two constant rows [2, batch, n]; NaN where sigma is."""
+        norm_bias = (self.direction @ self.view.final_norm.bias)[self.which]
+        rows = torch.stack([norm_bias, self.bias[self.which]])[..., None]
+        return rows.expand(2, *sigma.shape).clone() + 0 * sigma
+
+    @property
+    def read(self) -> RowReader:
+        """Keeps the model's difference from its logits."""
+
+        def keep(logits: Tensor, rows: slice) -> None:
+            self._capped.append(self._difference(logits, rows))
+
+        return keep
+
+    @property
+    def read_raw(self) -> RowReader:
+        """Keeps the difference before any softcap, from the unembedding's output."""
+
+        def keep(logits: Tensor, rows: slice) -> None:
+            self._raw.append(self._difference(logits, rows))
+
+        return keep
+
+    def _difference(self, logits: Tensor, rows: slice) -> Tensor:
+        taken = self.positions.take(logits, rows).to(self.view.device, self.view.compute_dtype)
+        answer = self.answers[rows]
+        value = _column(taken, answer)
+        other = taken.mean(-1) if self.foils is None else _column(taken, self.foils[rows])
+        return value - other
+
+    def values(self) -> tuple[Tensor, Tensor | None]:
+        """The model's differences before and (where it has one) after the softcap."""
+        absent = ~self.positions.valid.to(self.view.device)
+        raw, capped = torch.cat(self._raw), torch.cat(self._capped)
+        raw[absent] = torch.nan
+        capped[absent] = torch.nan
+        return raw, None if self.view.softcap is None else capped
+
+
+def _column(logits: Tensor, ids: Tensor) -> Tensor:
+    index = ids[:, None, None].expand(-1, logits.shape[1], 1)
+    return logits.gather(-1, index)[..., 0]
+
+
+def _require_gap(view: ModelView, rows: Tensor, model_value: Tensor, score: _Score) -> None:
+    gap = (rows.sum(0) - model_value).abs()
+    scale = torch.maximum(rows.abs().amax(0), model_value.abs()).clamp_min(1.0)
+    allowed = TOLERANCE[view.dtype] * scale
+    wrong = gap > allowed
+    if bool((wrong | (gap.isnan() & score.positions.valid.to(gap.device))).any()):
+        row, column = divmod(int((gap - allowed).nan_to_num(torch.inf).argmax()), gap.shape[1])
+        hooks = view.user_hooks()
+        note = f" Hooks of yours are on at {', '.join(hooks[:3])}." if hooks else ""
+        raise GapError(
+            f"prompt {row}: the rows sum to {float(rows.sum(0)[row, column]):.5g}, but the model "
+            f"says {float(model_value[row, column]):.5g}; the gap {float(gap[row, column]):.1e} "
+            f"is above {float(allowed[row, column]):.1e}, so nothing is returned. A cache of "
+            f"other prompts, or a hook that edits the stream, does this.{note}"
+        )

@@ -1,0 +1,42 @@
+"""The command line: `resid-patching COMMAND`, one file a command.
+
+Nothing here imports torch until a command runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from resid_patching.cli.frame import Parser, run_guarded
+from resid_patching.version import __version__
+
+COMMANDS = {
+    "dla": "direct logit attribution: what each component wrote towards a token",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        argv: the arguments; None for the process's own.
+
+    Returns:
+        The exit code: 0, or 2 for bad input, 1 for an unexpected error, 130 when interrupted.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in COMMANDS:
+        command = importlib.import_module(f"resid_patching.cli.{argv[0].replace('-', '_')}")
+        return run_guarded(f"resid-patching {argv[0]}", command, argv[1:])
+    parser = Parser(
+        prog="resid-patching",
+        description="What did this part of the model do? Analyses of the residual stream.",
+        epilog="Each command explains itself: resid-patching COMMAND --help",
+    )
+    names = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, text in COMMANDS.items():
+        names.add_parser(name, help=text)
+    parser.add_argument("--version", action="version", version=f"resid-patching {__version__}")
+    return run_guarded("resid-patching", None, argv, parser)

@@ -1,0 +1,286 @@
+"""Decomposition of the stream into what each part of the model wrote.
+
+    resid_post[last] = embed + pos_embed + sum of all writes        (exact, to rounding)
+
+The writes are at three grains:
+
+    component   embed, pos_embed, each attention layer, each MLP
+    head        each head and each layer's output bias instead of the attention layer
+    neuron      each neuron and each layer's output bias instead of the MLP
+
+Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits", on the residual
+stream as the sum of all layers' outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from resid_patching.address import (
+    MLP,
+    Attn,
+    AttnBias,
+    Embed,
+    Head,
+    MLPBias,
+    Neuron,
+    PosEmbed,
+    Stream,
+    Writer,
+    hook_name,
+)
+from resid_patching.errors import GapError
+from resid_patching.models import ModelView, require
+from resid_patching.prompts import Positions
+from resid_patching.run import RowReader, Run
+
+By = Literal["component", "head", "neuron"]
+
+# Relative to the largest term: rounding of the model's own sums and matrix products.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+
+
+def writers_of(view: ModelView, by: By) -> list[Writer]:
+    """The writers of a model at a grain, in the order they write."""
+    found: list[Writer] = [Embed()]
+    if view.has_pos_embed:
+        found.append(PosEmbed())
+    for layer in range(view.n_layers):
+        if by == "head":
+            found += [Head(layer, head) for head in range(view.n_heads)]
+            found.append(AttnBias(layer))
+        else:
+            found.append(Attn(layer))
+        if view.attn_only:
+            continue
+        if by == "neuron":
+            found += [Neuron(layer, index) for index in range(view.n_neurons(layer))]
+            found.append(MLPBias(layer))
+        else:
+            found.append(MLP(layer))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The writes to the stream at one grain, read when asked for.
+
+    Attributes:
+        run: the run they are read from.
+        by: the grain.
+        writers: the parts, in the order they write.
+    """
+
+    run: Run
+    by: By
+    writers: tuple[Writer, ...]
+
+    def __repr__(self) -> str:
+        return f"Parts({len(self.writers)} by {self.by}, {self.run!r})"
+
+    def vectors(self, positions: Positions = -1) -> Float[Tensor, "part batch n d_model"]:
+        """The writes themselves, after checking that they sum to the stream.
+
+        Args:
+            positions: one for all rows, one for each row, or None for all.
+
+        Returns:
+            [part, batch, n, d_model] in float32 or float64; NaN where a row has no position.
+
+        Raises:
+            GapError: the parts do not sum to the last stream state.
+            PositionError: a row has no such position.
+        """
+        view = self.run.view
+        everything = torch.eye(view.d_model, dtype=view.compute_dtype, device=view.device)
+        values, states = self.sweep(
+            everything, torch.zeros(len(self.run), dtype=torch.long), positions, vectors=True
+        )
+        _require_sum(view, values, states)
+        return values
+
+    def sweep(
+        self,
+        directions: Float[Tensor, "unique d_model"],
+        which: Int[Tensor, " batch"],
+        positions: Positions,
+        *,
+        vectors: bool = False,
+        logits: RowReader | None = None,
+        raw_logits: RowReader | None = None,
+    ) -> tuple[Tensor, Float[Tensor, "batch n d_model"]]:
+        """Projects every part onto each row's direction, in one pass and as activations appear.
+
+        Args:
+            directions: the different directions.
+            which: the direction of each row of the batch.
+            positions: one for all rows, one for each row, or None for all.
+            vectors: keep whole writes instead (`directions` is then the identity).
+            logits: called with the model's logits, see `Run.sweep`.
+            raw_logits: the same before any output softcap.
+
+        Returns:
+            Values [part, batch, n] (or [part, batch, n, d_model]) and the last stream state at
+            the same positions; NaN where a row has no position.
+        """
+        projector = _Projector(self, directions, which, positions, vectors)
+        self.run.sweep(projector.readers(), logits=logits, raw_logits=raw_logits)
+        return projector.finish()
+
+
+def decompose(run: Run, *, by: By) -> Parts:
+    """Splits the stream of a run into what each part of the model wrote.
+
+    Args:
+        run: a run, from `capture`.
+        by: `component`, `head` or `neuron`.
+
+    Raises:
+        HeadMismatchError, NeuronMismatchError: this model's heads or neurons do not sum to their
+            layer's write, as with a norm after the sublayer.
+        ValueError: `by` is none of the three.
+    """
+    if by not in get_args(By):
+        raise ValueError(f"by is component, head or neuron; got {by!r}")
+    require(run.view, "stream")
+    if by == "head":
+        require(run.view, "heads")
+    if by == "neuron":
+        require(run.view, "neurons")
+    return Parts(run, by, tuple(writers_of(run.view, by)))
+
+
+class _Projector:
+    """Collects the parts' projections of one sweep."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        directions: Tensor,
+        which: Tensor,
+        positions: Positions,
+        vectors: bool,
+    ) -> None:
+        self.view = parts.run.view
+        self.writers = parts.writers
+        self.place = {writer: number for number, writer in enumerate(parts.writers)}
+        self.directions = directions.to(self.view.device, self.view.compute_dtype)
+        self.which = which.to(self.view.device)
+        self.positions = parts.run.locate(positions)
+        self.vectors = vectors
+        shape = self.positions.index.shape
+        new = {"dtype": self.view.compute_dtype, "device": self.view.device}
+        tail = (self.view.d_model,) if vectors else ()
+        self.values = torch.full((len(parts.writers), *shape, *tail), torch.nan, **new)
+        self.states = torch.full((*shape, self.view.d_model), torch.nan, **new)
+
+    def readers(self) -> dict[str, RowReader]:
+        """One reader for each hook that holds parts."""
+        view = self.view
+        last = hook_name(Stream(view.n_layers - 1, "post"))
+        found: dict[str, RowReader] = {hook_name(Stream(0, "pre")): self._read_embed}
+        if view.has_pos_embed:
+            found[hook_name(PosEmbed())] = self._read_pos_embed
+        found[last] = self._read_state
+        for layer in range(view.n_layers):
+            found |= dict(self._layer_readers(layer))
+        return found
+
+    def _layer_readers(self, layer: int) -> Iterator[tuple[str, RowReader]]:
+        if Head(layer, 0) in self.place:
+            yield hook_name(Head(layer, 0)), self._split(layer, Head, self.view.W_O)
+            self._write_bias(AttnBias(layer), self.view.b_O(layer))
+        else:
+            yield hook_name(Attn(layer)), self._whole(Attn(layer))
+        if Neuron(layer, 0) in self.place:
+            yield hook_name(Neuron(layer, 0)), self._split(layer, Neuron, self.view.W_out)
+            self._write_bias(MLPBias(layer), self.view.b_out(layer))
+        elif MLP(layer) in self.place:
+            yield hook_name(MLP(layer)), self._whole(MLP(layer))
+
+    def _take(self, activation: Tensor, rows: slice) -> Tensor:
+        taken = self.positions.take(activation, rows)
+        return taken.to(self.view.device, self.view.compute_dtype)
+
+    def _project(self, written: Tensor, rows: slice) -> Tensor:
+        """[rows, n, d_model] -> [rows, n], or the whole writes."""
+        if self.vectors:
+            return written
+        return torch.einsum("bnm,bm->bn", written, self.directions[self.which[rows]])
+
+    def _read_state(self, activation: Tensor, rows: slice) -> None:
+        self.states[rows] = self._take(activation, rows)
+
+    def _read_embed(self, activation: Tensor, rows: slice) -> None:
+        """The stream's start, less the position embedding where one was added."""
+        start = self._project(self._take(activation, rows), rows)
+        place = self.place[Embed()]
+        if PosEmbed() in self.place:
+            start = start - self.values[self.place[PosEmbed()], rows]
+        self.values[place, rows] = start
+
+    def _read_pos_embed(self, activation: Tensor, rows: slice) -> None:
+        written = self._project(self._take(activation, rows), rows)
+        self.values[self.place[PosEmbed()], rows] = written
+
+    def _whole(self, writer: Writer) -> RowReader:
+        place = self.place[writer]
+
+        def read(activation: Tensor, rows: slice) -> None:
+            self.values[place, rows] = self._project(self._take(activation, rows), rows)
+
+        return read
+
+    def _split(
+        self,
+        layer: int,
+        part: type[Head] | type[Neuron],
+        weight: Callable[[int], Tensor],
+    ) -> RowReader:
+        """Heads or neurons: the weight is folded onto the directions, never onto activations."""
+        first = self.place[part(layer, 0)]
+
+        def read(activation: Tensor, rows: slice) -> None:
+            W = weight(layer).to(self.view.device, self.view.compute_dtype)
+            taken = self._take(activation, rows)
+            if self.vectors:
+                pattern = "bnhd,hdm->hbnm" if part is Head else "bnh,hm->hbnm"
+                found = torch.einsum(pattern, taken, W)
+            else:
+                pattern = "hdm,um->uhd" if part is Head else "hm,um->uh"
+                folded = torch.einsum(pattern, W, self.directions)[self.which[rows]]
+                pattern = "bnhd,bhd->hbn" if part is Head else "bnh,bh->hbn"
+                found = torch.einsum(pattern, taken, folded)
+            self.values[first : first + len(found), rows] = found
+
+        return read
+
+    def _write_bias(self, writer: Writer, bias: Tensor) -> None:
+        bias = bias.to(self.view.device, self.view.compute_dtype)
+        if self.vectors:
+            self.values[self.place[writer]] = bias
+        else:
+            self.values[self.place[writer]] = (self.directions @ bias)[self.which][:, None]
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """The values and states, NaN where a row has no position."""
+        absent = ~self.positions.valid.to(self.values.device)
+        self.values[:, absent] = torch.nan
+        self.states[absent] = torch.nan
+        return self.values, self.states
+
+
+def _require_sum(view: ModelView, values: Tensor, states: Tensor) -> None:
+    gap = (values.sum(0) - states).abs().nan_to_num().amax()
+    scale = torch.maximum(values.abs().nan_to_num().amax(), states.abs().nan_to_num().amax())
+    if not gap <= TOLERANCE[view.dtype] * scale:
+        raise GapError(
+            f"the parts of {view.name} differ from its last stream state by {float(gap):.1e} "
+            f"where the largest entry is {float(scale):.1e}; something else writes to the stream"
+        )

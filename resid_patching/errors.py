@@ -1,0 +1,99 @@
+"""One class for each way to fail.
+
+Every error is a `ResidPatchingError` and also the built-in that fits, so that callers may catch
+either. Messages say what was asked, what was found and what to do.
+"""
+
+from __future__ import annotations
+
+
+class ResidPatchingError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class AddressError(ResidPatchingError, ValueError):
+    """A text that names no place in the model, or a place this model does not have."""
+
+
+class CausalityError(AddressError):
+    """An edge whose reader acts before its sender writes."""
+
+
+class ModelNotFoundError(ResidPatchingError, FileNotFoundError):
+    """No such model: neither a folder, nor a name that can be resolved."""
+
+
+class HubUnreachableError(ResidPatchingError, ConnectionError):
+    """The model is not in the local cache and the hub does not answer."""
+
+
+class UnsupportedModelError(ResidPatchingError, NotImplementedError):
+    """An analysis that cannot be right for this model."""
+
+
+class StreamMismatchError(UnsupportedModelError):
+    """What the model calls its sublayer outputs is not what it adds to the stream."""
+
+
+class ReadoutMismatchError(UnsupportedModelError):
+    """Final norm and unembedding, as we read them, do not give the model's logits."""
+
+
+class HeadMismatchError(UnsupportedModelError):
+    """The heads and their bias do not sum to the attention layer's output."""
+
+
+class NeuronMismatchError(UnsupportedModelError):
+    """The neurons and their bias do not sum to the MLP's output."""
+
+
+class TrainingModeError(ResidPatchingError, RuntimeError):
+    """The model is in training mode, where dropout makes two equal runs differ."""
+
+
+class HookNotFiredError(ResidPatchingError, RuntimeError):
+    """A hook that the analysis relies on was never called."""
+
+
+class PromptError(ResidPatchingError, ValueError):
+    """A prompt that the model cannot be run on."""
+
+
+class PositionError(ResidPatchingError, IndexError):
+    """A position that a prompt does not have."""
+
+
+class TokenError(ResidPatchingError, ValueError):
+    """An answer or foil that is not one token of the model's vocabulary."""
+
+
+class CacheMismatchError(ResidPatchingError, ValueError):
+    """A cache that does not belong to the prompts or the model it is used with."""
+
+
+class GapError(ResidPatchingError, ArithmeticError):
+    """The parts do not add up to what the model computed."""
+
+
+class ResultFormatError(ResidPatchingError, ValueError):
+    """A file that does not hold a result of this package."""
+
+
+class ResidPatchingWarning(UserWarning):
+    """Base of every warning of this package."""
+
+
+class AnswerWarning(ResidPatchingWarning):
+    """An answer that is probably not the token that was meant."""
+
+
+class BosWarning(ResidPatchingWarning):
+    """A beginning-of-sequence setting that overrides the tokenizer's own."""
+
+
+class PaddingWarning(ResidPatchingWarning):
+    """Tokens that were taken for padding."""
+
+
+class BackendWarning(ResidPatchingWarning):
+    """A model that was loaded by another route than the one tried first."""

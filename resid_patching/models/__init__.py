@@ -1,0 +1,26 @@
+"""Loading models, reading them, and checking that they can be read."""
+
+from resid_patching.models.guards import Report, report, require
+from resid_patching.models.load import DEMO_FOLDER, load
+from resid_patching.models.view import (
+    HookedModel,
+    ModelView,
+    Norm,
+    Processing,
+    Reader,
+    compute_dtype,
+)
+
+__all__ = [
+    "DEMO_FOLDER",
+    "HookedModel",
+    "ModelView",
+    "Norm",
+    "Processing",
+    "Reader",
+    "Report",
+    "compute_dtype",
+    "load",
+    "report",
+    "require",
+]

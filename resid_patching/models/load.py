@@ -1,0 +1,369 @@
+"""Loading a model: from the hub or its cache, from a folder, or the shipped demo model.
+
+The only file that imports TransformerLens. Weights come unprocessed unless asked, because every
+analysis here is right in any processing state and an ablation means something else once biases
+were folded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from resid_patching.errors import (
+    BackendWarning,
+    HubUnreachableError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
+
+Processing = Literal["raw", "folded"]
+Backend = Literal["auto", "hooked", "bridge"]
+
+DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo"
+_HUB_SECONDS = 3.0
+_log = logging.getLogger(__name__)
+
+
+def load(
+    name_or_path: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    processing: Processing = "raw",
+    backend: Backend = "auto",
+) -> Any:
+    """Loads a model with its tokenizer, in eval mode.
+
+    Args:
+        name_or_path: a hub name (`gpt2`), a local Hugging Face folder, or `demo`, the model that
+            is shipped with the package.
+        device: where the model goes.
+        dtype: the dtype of its weights.
+        processing: `raw` leaves the weights as they are; `folded` applies TransformerLens's
+            defaults (norms folded, writing weights and unembedding centred, value biases folded).
+        backend: `hooked` for HookedTransformer (TransformerLens 3), `bridge` for
+            TransformerBridge, `auto` for the first where it is installed and can build this
+            architecture and else the second. Every result's provenance says which it was.
+
+    Returns:
+        A HookedTransformer or a TransformerBridge.
+
+    Raises:
+        ModelNotFoundError: no such folder or name.
+        HubUnreachableError: not in the cache, and the hub does not answer within seconds.
+        UnsupportedModelError: the backend asked for cannot build this model.
+    """
+    _require_choice("processing", processing, ("raw", "folded"))
+    _require_choice("backend", backend, ("auto", "hooked", "bridge"))
+    if backend == "hooked" and _hooked_transformer() is None:
+        raise UnsupportedModelError(
+            "backend='hooked' was asked for, but this TransformerLens has no HookedTransformer "
+            "(it left in version 4). Use backend='bridge', or install 'transformer-lens<4'."
+        )
+    path = _local_folder(name_or_path)
+    folder_or_name = str(name_or_path) if path is None else str(path)
+    with _quiet(), _hub_state(None if path is not None else folder_or_name):
+        model = _build(folder_or_name, path is not None, device, dtype, processing, backend)
+    model.eval()
+    return model
+
+
+def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is one of {', '.join(choices)}; got {value!r}")
+
+
+def _local_folder(name_or_path: str | os.PathLike[str]) -> Path | None:
+    """The folder that is meant, or None for a hub name."""
+    text = os.fspath(name_or_path)
+    if text == "demo":
+        return DEMO_FOLDER
+    path = Path(text).expanduser()
+    if (path / "config.json").is_file():
+        return path.resolve()
+    if path.is_dir():
+        raise ModelNotFoundError(
+            f"{text} is a folder without config.json; a Hugging Face model folder is needed"
+        )
+    if path.exists():
+        raise ModelNotFoundError(f"{text} is a file; a Hugging Face model folder is needed")
+    looks_like_path = isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~"))
+    if not text.strip() or looks_like_path or text.count("/") > 1 or "\\" in text:
+        raise ModelNotFoundError(
+            f"there is no model folder {text!r}. Give a Hugging Face folder (with config.json), "
+            "a hub name such as gpt2, or demo."
+        )
+    return None
+
+
+def _build(
+    source: str,
+    is_folder: bool,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    processing: Processing,
+    backend: Backend,
+) -> Any:
+    if backend != "bridge" and (hooked := _hooked_transformer()) is not None:
+        try:
+            if not is_folder and _is_alias(source):
+                return _hooked_from_hub(hooked, source, device, dtype, processing)
+            return _hooked_from_hugging_face(hooked, source, device, dtype, processing)
+        except (HubUnreachableError, ModelNotFoundError):
+            raise
+        except Exception as error:
+            if backend == "hooked":
+                raise UnsupportedModelError(
+                    f"HookedTransformer cannot build {source}: {_one_line(error)}. "
+                    "Use backend='bridge'."
+                ) from error
+            warnings.warn(
+                f"HookedTransformer cannot build {source} ({_one_line(error)}); loaded as a "
+                "TransformerBridge",
+                BackendWarning,
+                stacklevel=4,
+            )
+    return _bridge(source, device, dtype, processing)
+
+
+def _hooked_transformer() -> Any | None:
+    """The class, or None from TransformerLens 4 on, which raises for the name."""
+    try:
+        from transformer_lens import HookedTransformer  # type: ignore[attr-defined]
+    except ImportError:
+        return None
+    return HookedTransformer
+
+
+def _is_alias(name: str) -> bool:
+    """Whether TransformerLens 3 knows this hub name for HookedTransformer."""
+    from transformer_lens import loading_from_pretrained as loading  # type: ignore[attr-defined]
+
+    try:
+        loading.get_official_model_name(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _fold_options(processing: Processing) -> dict[str, bool]:
+    folded = processing == "folded"
+    names = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases")
+    return dict.fromkeys(names, folded)
+
+
+def _hooked_from_hub(
+    hooked: Any, name: str, device: Any, dtype: torch.dtype, processing: Processing
+) -> Any:
+    return hooked.from_pretrained(
+        name, device=str(device), dtype=dtype, **_fold_options(processing)
+    )
+
+
+def _hooked_from_hugging_face(
+    hooked: Any, source: str, device: Any, dtype: torch.dtype, processing: Processing
+) -> Any:
+    """Builds a HookedTransformer from a folder: its own loader accepts hub names alone.
+
+    The conversion is checked against the Hugging Face model it came from.
+    """
+    from transformer_lens import loading_from_pretrained as loading  # type: ignore[attr-defined]
+
+    original = _hugging_face_model(source, dtype)
+    with _neutral_folder(original.config) as neutral:
+        options = _fold_options(processing)
+        cfg = loading.get_pretrained_model_config(
+            neutral,
+            hf_cfg=original.config.to_dict(),
+            fold_ln=options["fold_ln"],
+            device=str(device),
+            dtype=dtype,
+        )
+        cfg.model_name = _display_name(source)
+        cfg.tokenizer_name = None
+        state = loading.get_pretrained_state_dict(neutral, cfg, original, dtype=dtype)
+    state = {key: value.detach().clone() for key, value in state.items()}
+    model = hooked(cfg, _tokenizer(source), move_to_device=False)
+    if _is_capped(cfg):
+        options["center_unembed"] = False
+    model.load_and_process_state_dict(state, **options)
+    model.to(device)
+    _require_same_predictions(model, original)
+    return model
+
+
+def _is_capped(cfg: Any) -> bool:
+    cap = getattr(cfg, "output_logits_soft_cap", None)
+    return cap is not None and cap > 0
+
+
+@contextlib.contextmanager
+def _neutral_folder(config: Any) -> Iterator[str]:
+    """A folder with this config alone, under a name that says nothing.
+
+    TransformerLens 3 guesses the architecture from words in the path before it reads the config.
+    """
+    root = "/" if os.name == "posix" else None
+    for parent in (tempfile.gettempdir(), root):
+        words = ("llama", "gemma", "bert", "hubert", "wav2vec2", "t5")
+        if parent and not any(word in parent.lower() for word in words):
+            break
+    with tempfile.TemporaryDirectory(prefix="model-", dir=parent) as folder:
+        facts = config.to_dict()
+        # The converter for GPT-2 reads n_ctx, which configs written lately spell n_positions.
+        facts.setdefault("n_ctx", facts.get("n_positions", facts.get("max_position_embeddings")))
+        text = json.dumps(facts, default=str)
+        Path(folder, "config.json").write_text(text, encoding="utf-8")
+        yield folder
+
+
+def _require_same_predictions(model: Any, original: Any) -> None:
+    """Raises where the converted model does not predict what the original predicts."""
+    length = min(8, int(model.cfg.n_ctx))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(int(model.cfg.d_vocab), (1, length), generator=generator)
+    with torch.no_grad():
+        expected = original(tokens.to(original.device)).logits.float().log_softmax(-1)
+        found = model(tokens.to(model.cfg.device)).float().log_softmax(-1).to(expected.device)
+    low = model.cfg.dtype in (torch.bfloat16, torch.float16)
+    error = float((found - expected).abs().max())
+    if not error <= (0.5 if low else 1e-3 * max(1.0, float(expected.abs().max()) / 10)):
+        raise UnsupportedModelError(
+            f"the converted weights predict otherwise than the original (log-probabilities "
+            f"{error:.1e} apart)"
+        )
+
+
+def _bridge(source: str, device: Any, dtype: torch.dtype, processing: Processing) -> Any:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    try:
+        model = TransformerBridge.boot_transformers(
+            source, device=str(device), dtype=dtype, tokenizer=_tokenizer(source)
+        )
+    except (HubUnreachableError, ModelNotFoundError):
+        raise
+    except Exception as error:
+        raise _load_failure(source, error) from error
+    model.cfg.model_name = _display_name(source)
+    if processing == "folded":
+        model.enable_compatibility_mode(disable_warnings=True)
+    return model
+
+
+def _hugging_face_model(source: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
+    except Exception as error:
+        raise _load_failure(source, error) from error
+
+
+def _load_failure(source: str, error: Exception) -> Exception:
+    if isinstance(error, OSError) and "config.json" in str(error):
+        return ModelNotFoundError(f"there is no model {source}: {_one_line(error)}")
+    return UnsupportedModelError(f"{source} cannot be loaded: {_one_line(error)}")
+
+
+def _tokenizer(source: str) -> Any | None:
+    """The model's tokenizer, or None where its folder holds none."""
+    from transformers import AutoTokenizer
+
+    names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+    if Path(source).is_dir() and not any(Path(source, name).is_file() for name in names):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"the tokenizer of {source} cannot be loaded: {_one_line(error)}"
+        ) from error
+
+
+def _display_name(source: str) -> str:
+    if Path(source) == DEMO_FOLDER:
+        return "demo"
+    return Path(source).name if Path(source).is_dir() else source
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the loaders' progress prints and deprecation notes out of the caller's output."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+@contextlib.contextmanager
+def _hub_state(name: str | None) -> Iterator[None]:
+    """Decides once whether the hub is asked: not for a folder, nor where it does not answer.
+
+    Without this, an unreachable hub costs several rounds of retries for each file.
+    """
+    import huggingface_hub.constants as constants
+
+    before = constants.HF_HUB_OFFLINE
+    if name is None:
+        constants.HF_HUB_OFFLINE = True
+    elif not before and not _hub_answers(constants.ENDPOINT):
+        _log.info("the hub does not answer; using its cache")
+        constants.HF_HUB_OFFLINE = True
+    if name is not None and constants.HF_HUB_OFFLINE and not _is_cached(name):
+        constants.HF_HUB_OFFLINE = before
+        why = "HF_HUB_OFFLINE is set" if before else "the hub does not answer"
+        raise HubUnreachableError(
+            f"{name} is neither a folder nor in the local cache, and {why}. Check the connection, "
+            "pass the folder of a downloaded model, or use demo, the model shipped with the "
+            "package."
+        )
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _hub_answers(endpoint: str) -> bool:
+    """Whether any HTTP answer comes from the hub within `_HUB_SECONDS`, proxies honoured."""
+    import httpx
+
+    answers: list[bool] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            httpx.head(endpoint, timeout=_HUB_SECONDS, follow_redirects=False)
+            answers.append(True)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_HUB_SECONDS)
+    return bool(answers)
+
+
+def _is_cached(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    names = [name]
+    if _hooked_transformer() is not None and _is_alias(name):
+        from transformer_lens import loading_from_pretrained as loading  # type: ignore
+
+        names.append(loading.get_official_model_name(name))
+    return any(isinstance(try_to_load_from_cache(n, "config.json"), str) for n in names)

@@ -1,0 +1,496 @@
+"""Prompts: token ids in one layout, whatever was given, and positions that count real tokens.
+
+Rows are laid out from position 0 with padding behind them. Under causal attention nothing behind
+a token can reach it, so each row computes exactly what it computes alone, with no mask and no
+position ids to get wrong. Left-padded input is moved into this layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from resid_patching.errors import (
+    AnswerWarning,
+    BosWarning,
+    PaddingWarning,
+    PositionError,
+    PromptError,
+    TokenError,
+)
+from resid_patching.models import ModelView
+
+PromptLike: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
+Positions: TypeAlias = int | Sequence[int] | Tensor | None
+Token: TypeAlias = str | int
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """A batch of prompts.
+
+    Attributes:
+        tokens: ids [batch, pos], real tokens first, padding behind.
+        lengths: real tokens of each row.
+        texts: the text of each row, or None where ids were given.
+        token_texts: each real token as text, [row][position].
+        starts: where each row began in the input it came from (non-zero after left padding).
+        bos_id: the id that begins every row, or None.
+    """
+
+    tokens: Int[Tensor, "batch pos"]
+    lengths: tuple[int, ...]
+    texts: tuple[str | None, ...]
+    token_texts: tuple[tuple[str, ...], ...]
+    starts: tuple[int, ...]
+    bos_id: int | None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __repr__(self) -> str:
+        spread = sorted({min(self.lengths), max(self.lengths)})
+        return f"Prompts({len(self)} rows of {' to '.join(map(str, spread))} tokens)"
+
+    @property
+    def mask(self) -> Bool[Tensor, "batch pos"]:
+        """True where a token is real."""
+        lengths = torch.tensor(self.lengths, device=self.tokens.device)
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < lengths[:, None]
+
+    @property
+    def hash(self) -> str:
+        """sha256 of the real tokens, row by row."""
+        digest = hashlib.sha256()
+        for row, length in zip(self.tokens.tolist(), self.lengths, strict=True):
+            digest.update((",".join(map(str, row[:length])) + ";").encode())
+        return digest.hexdigest()
+
+    def locate(self, positions: Positions) -> PositionIndex:
+        """Finds positions in every row.
+
+        Args:
+            positions: one position for all rows (negative counts from the last real token), one
+                for each row, or None for all.
+
+        Raises:
+            PositionError: a row has no such position.
+        """
+        if positions is None:
+            width = max(self.lengths)
+            index = torch.arange(width).expand(len(self), width).clone()
+            index[index >= torch.tensor(self.lengths)[:, None]] = -1
+            return PositionIndex(index.to(self.tokens.device))
+        wanted = self._one_per_row(positions)
+        found = [self._resolve(row, position) for row, position in enumerate(wanted)]
+        return PositionIndex(torch.tensor(found, device=self.tokens.device)[:, None])
+
+    def _one_per_row(self, positions: int | Sequence[int] | Tensor) -> list[int]:
+        if isinstance(positions, Tensor):
+            positions = positions.tolist()
+        if isinstance(positions, int) and not isinstance(positions, bool):
+            return [positions] * len(self)
+        if not isinstance(positions, Sequence) or isinstance(positions, str):
+            raise PositionError(
+                f"positions are one whole number, one for each row, or None; got {positions!r}"
+            )
+        if len(positions) != len(self):
+            raise PositionError(
+                f"{len(positions)} positions were given for {len(self)} prompts; give one "
+                "position, or one for each prompt"
+            )
+        return [int(position) for position in positions]
+
+    def _resolve(self, row: int, position: int) -> int:
+        length = self.lengths[row]
+        if not -length <= position < length:
+            raise PositionError(
+                f"position {position} was asked for, but prompt {row} has {length} tokens "
+                f"(0 to {length - 1}, or -{length} to -1)"
+            )
+        return position % length
+
+
+@dataclass(frozen=True, eq=False)
+class PositionIndex:
+    """Positions found in every row: [batch, n], -1 where a row has none."""
+
+    index: Int[Tensor, "batch n"]
+
+    @property
+    def valid(self) -> Bool[Tensor, "batch n"]:
+        """True where the row has this position."""
+        return self.index >= 0
+
+    def take(self, activation: Tensor, rows: slice) -> Tensor:
+        """[rows, pos, ...] -> [rows, n, ...]; what is taken at -1 is not meaningful."""
+        index = self.index[rows].to(activation.device)
+        if activation.shape[0] == 1 and index.shape[0] > 1:
+            activation = activation.expand(index.shape[0], *activation.shape[1:])
+        index = index.clamp(0, activation.shape[1] - 1)
+        return activation[torch.arange(index.shape[0], device=index.device)[:, None], index]
+
+
+def prepare(
+    view: ModelView,
+    prompts: PromptLike | Prompts,
+    *,
+    prepend_bos: bool | None = None,
+    mask: Tensor | None = None,
+) -> Prompts:
+    """Turns what a user has into `Prompts`, and refuses what the model cannot be run on.
+
+    Args:
+        view: the model.
+        prompts: a text, texts of any lengths, ids (one row or several), a 1-D or 2-D tensor of
+            ids, or `Prompts`.
+        prepend_bos: whether texts get the beginning-of-sequence token. None does what the model's
+            own `to_tokens` does. It is never put twice. Ids are taken as they are.
+        mask: for a 2-D tensor, 1 where a token is real. Without it, and in batches alone, runs of
+            the tokenizer's pad token on its padding side are taken for padding, with a warning,
+            as TransformerLens does.
+
+    Raises:
+        PromptError: empty, too long for the context, or ids outside the vocabulary.
+    """
+    if isinstance(prompts, Prompts):
+        _require_fit(view, prompts)
+        return prompts
+    if mask is not None and not (isinstance(prompts, Tensor) and prompts.ndim == 2):
+        raise PromptError("a mask goes with a 2-D tensor of ids; none was given")
+    if isinstance(prompts, Tensor):
+        rows, starts = _rows_of_tensor(view, prompts, mask)
+        return _assemble(view, rows, [None] * len(rows), starts)
+    texts, rows = _rows_of_sequence(view, prompts, prepend_bos)
+    return _assemble(view, rows, texts, [0] * len(rows))
+
+
+def windows(
+    model: Any,
+    text: str,
+    *,
+    length: int,
+    prepend_bos: bool | None = None,
+    limit: int | None = None,
+) -> Prompts:
+    """Cuts a long text into windows that follow each other without overlap.
+
+    Args:
+        model: the model whose tokenizer cuts the text.
+        text: the text.
+        length: tokens of a window, its beginning-of-sequence token included.
+        prepend_bos: whether every window begins with the beginning-of-sequence token; None does
+            what the model's own `to_tokens` does.
+        limit: at most so many windows.
+
+    Returns:
+        The windows as `Prompts`; the last may be shorter.
+
+    Raises:
+        PromptError: the text is empty, or a window is longer than the context.
+    """
+    view = model if isinstance(model, ModelView) else ModelView(model)
+    if length > view.n_ctx:
+        raise PromptError(
+            f"windows of {length} tokens were asked for, but the context of {view.name} is "
+            f"{view.n_ctx} tokens"
+        )
+    ids = _tokenize(view, text, prepend_bos)
+    bos = bos_id(view)
+    lead = [bos] if bos is not None and ids[:1] == [bos] else []
+    body = ids[len(lead) :]
+    step = length - len(lead)
+    if step < 1 or not body:
+        raise PromptError("windows need a text of at least one token and room for it")
+    rows = [lead + body[start : start + step] for start in range(0, len(body), step)]
+    rows = [row for row in rows if len(row) > 1] or rows
+    rows = rows[:limit]
+    return _assemble(view, rows, [None] * len(rows), [0] * len(rows))
+
+
+def single_token(view: ModelView, token: Token, what: str = "answer") -> int:
+    """The id of an answer or foil.
+
+    Args:
+        view: the model.
+        token: an id, or a text that is one token.
+        what: how messages call it.
+
+    Raises:
+        TokenError: not one token (the pieces are listed), or an id outside the vocabulary.
+    """
+    n_out = view.W_U.shape[1]
+    if isinstance(token, Tensor) and token.ndim == 0 and not token.is_floating_point():
+        token = int(token)
+    if isinstance(token, int) and not isinstance(token, bool):
+        if not 0 <= token < n_out:
+            raise TokenError(
+                f"{what} id {token} is outside the vocabulary of {n_out} tokens of {view.name}"
+            )
+        return token
+    if not isinstance(token, str):
+        raise TokenError(f"the {what} is a text or a token id, got {token!r}")
+    ids = token_ids(view, token)
+    if len(ids) == 1:
+        return ids[0]
+    pieces = ", ".join(f"{token_text(view.tokenizer, i)!r} ({i})" for i in ids) or "nothing"
+    hint = "" if token.startswith(" ") else f" Did you mean {' ' + token!r}?"
+    raise TokenError(
+        f"the {what} {token!r} is {len(ids)} tokens of {view.name}, not one: {pieces}.{hint} "
+        "Give one token, for instance the first piece that tells the answers apart."
+    )
+
+
+def warn_missing_space(view: ModelView, token: Token, prompt: str | None, what: str) -> None:
+    """Warns where an answer lacks the leading space that would make it another single token."""
+    if not isinstance(token, str) or token[:1].isspace() or not token[:1].isalnum():
+        return
+    if prompt is None or prompt[-1:].isspace():
+        return
+    bare, spaced = token_ids(view, token), token_ids(view, " " + token)
+    if len(bare) == 1 and len(spaced) == 1 and bare != spaced:
+        warnings.warn(
+            f"the {what} {token!r} is token {bare[0]}; with its leading space, {' ' + token!r} "
+            f"is token {spaced[0]}, which is what usually follows this prompt",
+            AnswerWarning,
+            stacklevel=4,
+        )
+
+
+def token_ids(view: ModelView, text: str) -> list[int]:
+    """The ids of a text in the middle of a sentence: nothing is put before or behind it."""
+    tokenizer = _require_tokenizer(view)
+    piece = text.replace(" ", "\N{LOWER ONE EIGHTH BLOCK}")
+    if piece != text and (found := tokenizer.get_vocab().get(piece)) is not None:
+        return [found]
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def token_text(tokenizer: Any | None, token: int) -> str:
+    """One token as text; bytes that are no whole character are shown as escapes."""
+    if tokenizer is None:
+        return str(token)
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if piece is None:
+        return f"<{token}>"
+    if isinstance(piece, bytes):
+        return piece.decode("utf-8", "backslashreplace")
+    if "\N{LOWER ONE EIGHTH BLOCK}" in piece:
+        return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        return text
+    table = _byte_of_character()
+    if all(character in table for character in piece):
+        raw = bytes(table[character] for character in piece)
+        return raw.decode("utf-8", "backslashreplace")
+    return piece
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The printable stand-ins that byte-level tokenizers use for bytes, reversed."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    table = {chr(byte): byte for byte in shown}
+    return table | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+def _require_tokenizer(view: ModelView) -> Any:
+    if view.tokenizer is None:
+        raise PromptError(f"{view.name} has no tokenizer; give token ids instead of text")
+    return view.tokenizer
+
+
+def _rows_of_sequence(
+    view: ModelView, prompts: Any, prepend_bos: bool | None
+) -> tuple[list[str | None], list[list[int]]]:
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if not isinstance(prompts, Sequence):
+        raise PromptError(
+            "prompts are a text, a list of texts, token ids, or a tensor of ids; got "
+            f"{type(prompts).__name__}"
+        )
+    if not prompts:
+        raise PromptError("no prompts were given; give at least one")
+    if all(isinstance(prompt, str) for prompt in prompts):
+        return list(prompts), [_tokenize(view, prompt, prepend_bos) for prompt in prompts]
+    if all(isinstance(token, int) and not isinstance(token, bool) for token in prompts):
+        prompts = [prompts]
+    rows = []
+    for row in prompts:
+        if isinstance(row, Tensor):
+            row = row.tolist()
+        if isinstance(row, str) or not isinstance(row, Sequence):
+            raise PromptError("prompts are all texts or all rows of token ids, not a mixture")
+        rows.append([int(token) for token in row])
+    return [None] * len(rows), rows
+
+
+def bos_id(view: ModelView) -> int | None:
+    """The beginning-of-sequence token's id, or None where the tokenizer has no such one token.
+
+    TransformerLens puts `<|endoftext|>` in for tokenizers without one, even where the vocabulary
+    does not hold it and would cut it into letters.
+    """
+    text = getattr(view.tokenizer, "bos_token", None)
+    if view.tokenizer is None or not text:
+        return None
+    ids = view.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids[0] if len(ids) == 1 and ids[0] < view.d_vocab else None
+
+
+def _puts_bos(view: ModelView, prepend_bos: bool | None) -> bool:
+    possible = bos_id(view) is not None
+    if prepend_bos and not possible:
+        raise PromptError(
+            f"prepend_bos=True was asked for, but the tokenizer of {view.name} has no "
+            "beginning-of-sequence token; leave it out"
+        )
+    default = bool(getattr(view.cfg, "default_prepend_bos", True)) and possible
+    return default if prepend_bos is None else prepend_bos
+
+
+def _tokenize(view: ModelView, text: str, prepend_bos: bool | None) -> list[int]:
+    """Ids as the model's own `to_tokens` gives them, with the BOS once and never cut short."""
+    tokenizer = _require_tokenizer(view)
+    wanted = _puts_bos(view, prepend_bos)
+    if prepend_bos is False and getattr(view.cfg, "tokenizer_prepends_bos", False):
+        warnings.warn(
+            f"the tokenizer of {view.name} begins every text with {tokenizer.bos_token!r}, and "
+            "prepend_bos=False takes it off; some models are far worse without it",
+            BosWarning,
+            stacklevel=4,
+        )
+    bos, bos_text = bos_id(view), tokenizer.bos_token or ""
+    opens_with_bos = bos is not None and text.startswith(bos_text)
+    if wanted and opens_with_bos:
+        text = text[len(bos_text) :]
+    if not text:
+        return _only_bos(view, wanted or opens_with_bos, bos)
+    ids = view.model.to_tokens(text, prepend_bos=wanted, truncate=False)[0].tolist()
+    if wanted and bos is not None:
+        while len(ids) > 1 and ids[0] == ids[1] == bos and not text.startswith(bos_text):
+            ids = ids[1:]
+    return ids
+
+
+def _only_bos(view: ModelView, wanted: bool, bos: int | None) -> list[int]:
+    if wanted and bos is not None:
+        return [bos]
+    raise PromptError(
+        f"the prompt is empty, and without a beginning-of-sequence token there is nothing for "
+        f"{view.name} to read; give a text, or prepend_bos=True"
+    )
+
+
+def _rows_of_tensor(
+    view: ModelView, tokens: Tensor, mask: Tensor | None
+) -> tuple[list[list[int]], list[int]]:
+    if tokens.ndim == 1:
+        tokens = tokens[None]
+    if tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise PromptError(
+            f"token ids are a 1-D or 2-D tensor of whole numbers, got {tuple(tokens.shape)} of "
+            f"{tokens.dtype}"
+        )
+    if mask is None:
+        real = _guess_mask(view, tokens)
+    elif mask.shape != tokens.shape:
+        raise PromptError(f"the mask is {tuple(mask.shape)}, the ids are {tuple(tokens.shape)}")
+    else:
+        real = mask.to(tokens.device).bool()
+    rows, starts = [], []
+    for number, (row, keep) in enumerate(zip(tokens.tolist(), real.tolist(), strict=True)):
+        places = [position for position, is_real in enumerate(keep) if is_real]
+        if places and places[-1] - places[0] + 1 != len(places):
+            raise PromptError(f"row {number}: the mask has a hole between real tokens")
+        starts.append(places[0] if places else 0)
+        rows.append([row[position] for position in places])
+    return rows, starts
+
+
+def _guess_mask(view: ModelView, tokens: Tensor) -> Tensor:
+    """Padding as TransformerLens would take it: runs of the pad token at the padding side."""
+    everything = torch.ones_like(tokens, dtype=torch.bool)
+    tokenizer = view.tokenizer
+    pad = getattr(tokenizer, "pad_token_id", None)
+    if tokenizer is None or tokens.shape[0] == 1 or pad is None:
+        return everything
+    is_pad = tokens == pad
+    if getattr(tokenizer, "padding_side", "right") == "left":
+        run = is_pad.long().cumprod(1).bool()
+        if pad == tokenizer.bos_token_id:
+            # The last of a run of leading pads is the beginning-of-sequence token itself.
+            run[:, :-1] &= run[:, 1:].clone()
+            run[:, -1] = False
+    else:
+        run = is_pad.flip(1).long().cumprod(1).bool().flip(1)
+    if run.any():
+        rows = int(run.any(1).sum())
+        warnings.warn(
+            f"{int(run.sum())} pad tokens in {rows} of {len(tokens)} rows are left out; pass "
+            "mask= to say which tokens are real",
+            PaddingWarning,
+            stacklevel=5,
+        )
+    return everything & ~run
+
+
+def _assemble(
+    view: ModelView, rows: list[list[int]], texts: Sequence[str | None], starts: list[int]
+) -> Prompts:
+    for number, row in enumerate(rows):
+        if not row:
+            raise PromptError(f"prompt {number} has no tokens; give at least one")
+        _require_ids(view, number, row)
+    lengths = tuple(len(row) for row in rows)
+    pad = getattr(view.tokenizer, "pad_token_id", None)
+    pad = pad if pad is not None and 0 <= pad < view.d_vocab else 0
+    width = max(lengths)
+    tokens = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
+    bos = bos_id(view)
+    shares_bos = bos is not None and all(row[0] == bos for row in rows)
+    prompts = Prompts(
+        tokens=tokens.to(view.input_device),
+        lengths=lengths,
+        texts=tuple(texts),
+        token_texts=_texts_of(view, rows),
+        starts=tuple(starts),
+        bos_id=bos if shares_bos else None,
+    )
+    _require_fit(view, prompts)
+    return prompts
+
+
+def _texts_of(view: ModelView, rows: list[list[int]]) -> tuple[tuple[str, ...], ...]:
+    known: dict[int, str] = {}
+    for token in {token for row in rows for token in row}:
+        known[token] = token_text(view.tokenizer, token)
+    return tuple(tuple(known[token] for token in row) for row in rows)
+
+
+def _require_ids(view: ModelView, number: int, row: list[int]) -> None:
+    for position, token in enumerate(row):
+        if not 0 <= token < view.d_vocab:
+            raise PromptError(
+                f"prompt {number}, position {position}: id {token} is outside the vocabulary of "
+                f"{view.d_vocab} tokens of {view.name}"
+            )
+
+
+def _require_fit(view: ModelView, prompts: Prompts) -> None:
+    longest = max(prompts.lengths)
+    if longest > view.n_ctx:
+        row = prompts.lengths.index(longest)
+        raise PromptError(
+            f"prompt {row} has {longest} tokens, but the context of {view.name} is {view.n_ctx} "
+            "tokens; shorten it, or cut it with rp.windows"
+        )
