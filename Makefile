@@ -51,6 +51,7 @@ distclean: clean ## also remove the virtual environments and the prepared models
 # Touched last, so that a set-up that failed or was interrupted is done again.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@rm -f $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "use PYTHON=python3.11")'
 	@echo "Setting up $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) torch

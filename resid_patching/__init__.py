@@ -18,10 +18,22 @@ from typing import TYPE_CHECKING, Any
 from resid_patching.version import __version__
 
 if TYPE_CHECKING:
+    from resid_patching.ablation import (
+        Effect,
+        Mean,
+        Resample,
+        Zero,
+        ablate,
+        heads,
+        neurons,
+        streams,
+        writers,
+    )
     from resid_patching.address import Edge, parse, parse_edge
     from resid_patching.attribution import Attribution, direct_logit_attribution
     from resid_patching.decomposition import Parts, decompose
     from resid_patching.errors import ResidPatchingError, ResidPatchingWarning
+    from resid_patching.metrics import kl, logit, logit_diff, loss, prob, top1_change
     from resid_patching.models import ModelView, load
     from resid_patching.prompts import Prompts, windows
     from resid_patching.result import Axis, Provenance, Result
@@ -29,6 +41,21 @@ if TYPE_CHECKING:
 
 # Imported when first used, so that `--help` and `import resid_patching` need no torch.
 _HOME = {
+    "Effect": "ablation",
+    "Mean": "ablation",
+    "Resample": "ablation",
+    "Zero": "ablation",
+    "ablate": "ablation",
+    "heads": "ablation",
+    "neurons": "ablation",
+    "streams": "ablation",
+    "writers": "ablation",
+    "kl": "metrics",
+    "logit": "metrics",
+    "logit_diff": "metrics",
+    "loss": "metrics",
+    "prob": "metrics",
+    "top1_change": "metrics",
     "Edge": "address",
     "parse": "address",
     "parse_edge": "address",
@@ -51,6 +78,21 @@ _HOME = {
 
 __all__ = [
     "__version__",
+    "Effect",
+    "Mean",
+    "Resample",
+    "Zero",
+    "ablate",
+    "heads",
+    "neurons",
+    "streams",
+    "writers",
+    "kl",
+    "logit",
+    "logit_diff",
+    "loss",
+    "prob",
+    "top1_change",
     "Edge",
     "parse",
     "parse_edge",

@@ -22,9 +22,8 @@ Source: Elhage et al. 2021; Wang et al. 2022 (arXiv 2211.00593), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -37,19 +36,15 @@ from resid_patching.models import ModelView, require
 from resid_patching.prompts import (
     PositionIndex,
     Positions,
-    Prompts,
-    Token,
-    single_token,
+    Tokens,
     token_text,
-    warn_missing_space,
+    tokens_for,
 )
 from resid_patching.result import Axis, Result, provenance
 from resid_patching.run import RowReader, Run
 
 if TYPE_CHECKING:
     import pandas
-
-Tokens: TypeAlias = Token | Sequence[Token] | Tensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -113,7 +108,7 @@ class Attribution(Result):
         wanted = int(labels["pos"])  # type: ignore[call-overload]
         lengths = torch.tensor([len(texts) for texts in self.token_texts])
         target = lengths + wanted if wanted < 0 else torch.full_like(lengths, wanted)
-        found = self.position_index.cpu() == target[:, None]
+        found = (self.position_index.cpu() == target[:, None]) & (target[:, None] >= 0)
         if not found.any(1).all():
             raise KeyError(f"position {wanted} is not in this result for every row")
         column = found.long().argmax(1).to(self.values.device)
@@ -134,6 +129,7 @@ class Attribution(Result):
         return frame.loc[frame["pos"] >= 0].reset_index(drop=True)
 
 
+@torch.no_grad()
 def direct_logit_attribution(
     run: Run,
     answer: Tokens,
@@ -170,8 +166,8 @@ def direct_logit_attribution(
     view, prompts = run.view, run.prompts
     parts = decompose(run, by=by)
     require(view, "readout")
-    answers = _token_ids(view, prompts, answer, "answer")
-    foils = None if foil is None else _token_ids(view, prompts, foil, "foil")
+    answers = tokens_for(view, prompts, answer, "answer")
+    foils = None if foil is None else tokens_for(view, prompts, foil, "foil")
     if foils is not None and (same := [i for i, a in enumerate(answers) if a == foils[i]]):
         raise TokenError(f"prompt {same[0]}: answer and foil are the same token {answers[same[0]]}")
 
@@ -219,21 +215,6 @@ def _axes(names: list[str], run: Run, positions: Positions) -> tuple[Axis, ...]:
         Axis("batch", tuple(range(len(run)))),
         Axis("pos", labels),
     )
-
-
-def _token_ids(view: ModelView, prompts: Prompts, tokens: Tokens, what: str) -> list[int]:
-    if isinstance(tokens, Tensor):
-        tokens = tokens.tolist()
-    if isinstance(tokens, str | int):
-        tokens = [tokens] * len(prompts)
-    if not isinstance(tokens, Sequence):
-        raise TokenError(f"the {what} is a text, an id, or one for each prompt; got {tokens!r}")
-    if len(tokens) != len(prompts):
-        raise TokenError(f"{len(tokens)} {what}s were given for {len(prompts)} prompts")
-    ids = [single_token(view, token, what) for token in tokens]
-    for token in dict.fromkeys(tokens):
-        warn_missing_space(view, token, prompts.texts[tokens.index(token)], what)
-    return ids
 
 
 class _Score:

@@ -14,6 +14,7 @@ stream as the sum of all layers' outputs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -84,6 +85,7 @@ class Parts:
     def __repr__(self) -> str:
         return f"Parts({len(self.writers)} by {self.by}, {self.run!r})"
 
+    @torch.no_grad()
     def vectors(self, positions: Positions = -1) -> Float[Tensor, "part batch n d_model"]:
         """The writes themselves, after checking that they sum to the stream.
 
@@ -129,9 +131,10 @@ class Parts:
             Values [part, batch, n] (or [part, batch, n, d_model]) and the last stream state at
             the same positions; NaN where a row has no position.
         """
-        projector = _Projector(self, directions, which, positions, vectors)
-        self.run.sweep(projector.readers(), logits=logits, raw_logits=raw_logits)
-        return projector.finish()
+        with torch.no_grad():  # weights require gradients; results hold no graph
+            projector = _Projector(self, directions, which, positions, vectors)
+            self.run.sweep(projector.readers(), logits=logits, raw_logits=raw_logits)
+            return projector.finish()
 
 
 def decompose(run: Run, *, by: By) -> Parts:
@@ -184,9 +187,10 @@ class _Projector:
         """One reader for each hook that holds parts."""
         view = self.view
         last = hook_name(Stream(view.n_layers - 1, "post"))
-        found: dict[str, RowReader] = {hook_name(Stream(0, "pre")): self._read_embed}
-        if view.has_pos_embed:
+        found: dict[str, RowReader] = {}
+        if view.has_pos_embed:  # first, because what the embedding wrote is found by subtraction
             found[hook_name(PosEmbed())] = self._read_pos_embed
+        found[hook_name(Stream(0, "pre"))] = self._read_embed
         found[last] = self._read_state
         for layer in range(view.n_layers):
             found |= dict(self._layer_readers(layer))
@@ -230,12 +234,10 @@ class _Projector:
         self.values[self.place[PosEmbed()], rows] = written
 
     def _whole(self, writer: Writer) -> RowReader:
-        place = self.place[writer]
+        return functools.partial(self._read_whole, self.place[writer])
 
-        def read(activation: Tensor, rows: slice) -> None:
-            self.values[place, rows] = self._project(self._take(activation, rows), rows)
-
-        return read
+    def _read_whole(self, place: int, activation: Tensor, rows: slice) -> None:
+        self.values[place, rows] = self._project(self._take(activation, rows), rows)
 
     def _split(
         self,
@@ -243,23 +245,29 @@ class _Projector:
         part: type[Head] | type[Neuron],
         weight: Callable[[int], Tensor],
     ) -> RowReader:
+        return functools.partial(self._read_split, layer, part, weight)
+
+    def _read_split(
+        self,
+        layer: int,
+        part: type[Head] | type[Neuron],
+        weight: Callable[[int], Tensor],
+        activation: Tensor,
+        rows: slice,
+    ) -> None:
         """Heads or neurons: the weight is folded onto the directions, never onto activations."""
+        W = weight(layer).to(self.view.device, self.view.compute_dtype)
+        taken = self._take(activation, rows)
+        if self.vectors:
+            pattern = "bnhd,hdm->hbnm" if part is Head else "bnh,hm->hbnm"
+            found = torch.einsum(pattern, taken, W)
+        else:
+            pattern = "hdm,um->uhd" if part is Head else "hm,um->uh"
+            folded = torch.einsum(pattern, W, self.directions)[self.which[rows]]
+            pattern = "bnhd,bhd->hbn" if part is Head else "bnh,bh->hbn"
+            found = torch.einsum(pattern, taken, folded)
         first = self.place[part(layer, 0)]
-
-        def read(activation: Tensor, rows: slice) -> None:
-            W = weight(layer).to(self.view.device, self.view.compute_dtype)
-            taken = self._take(activation, rows)
-            if self.vectors:
-                pattern = "bnhd,hdm->hbnm" if part is Head else "bnh,hm->hbnm"
-                found = torch.einsum(pattern, taken, W)
-            else:
-                pattern = "hdm,um->uhd" if part is Head else "hm,um->uh"
-                folded = torch.einsum(pattern, W, self.directions)[self.which[rows]]
-                pattern = "bnhd,bhd->hbn" if part is Head else "bnh,bh->hbn"
-                found = torch.einsum(pattern, taken, folded)
-            self.values[first : first + len(found), rows] = found
-
-        return read
+        self.values[first : first + len(found), rows] = found
 
     def _write_bias(self, writer: Writer, bias: Tensor) -> None:
         bias = bias.to(self.view.device, self.view.compute_dtype)

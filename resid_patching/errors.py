@@ -75,6 +75,10 @@ class GapError(ResidPatchingError, ArithmeticError):
     """The parts do not add up to what the model computed."""
 
 
+class AblationError(ResidPatchingError, TypeError, ValueError):
+    """An ablation whose kind is missing, or lacks what the kind needs."""
+
+
 class ResultFormatError(ResidPatchingError, ValueError):
     """A file that does not hold a result of this package."""
 

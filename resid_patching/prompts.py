@@ -8,6 +8,7 @@ position ids to get wrong. Left-padded input is moved into this layout.
 from __future__ import annotations
 
 import hashlib
+import operator
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from resid_patching.models import ModelView
 PromptLike: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 Positions: TypeAlias = int | Sequence[int] | Tensor | None
 Token: TypeAlias = str | int
+Tokens: TypeAlias = Token | Sequence[Token] | Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +108,10 @@ class Prompts:
                 f"{len(positions)} positions were given for {len(self)} prompts; give one "
                 "position, or one for each prompt"
             )
-        return [int(position) for position in positions]
+        try:
+            return [operator.index(position) for position in positions]
+        except TypeError:
+            raise PositionError(f"positions are whole numbers; got {positions!r}") from None
 
     def _resolve(self, row: int, position: int) -> int:
         length = self.lengths[row]
@@ -248,7 +253,36 @@ def single_token(view: ModelView, token: Token, what: str = "answer") -> int:
     )
 
 
-def warn_missing_space(view: ModelView, token: Token, prompt: str | None, what: str) -> None:
+def tokens_for(view: ModelView, prompts: Prompts, tokens: Tokens, what: str) -> list[int]:
+    """The id of an answer or foil for each prompt.
+
+    Args:
+        view: the model.
+        prompts: the prompts.
+        tokens: one token for all prompts, or one for each.
+        what: how messages call it.
+
+    Raises:
+        TokenError: not one token, or not one for each prompt.
+
+    Warns:
+        AnswerWarning: a token without its leading space that is another token.
+    """
+    if isinstance(tokens, Tensor):
+        tokens = tokens.tolist()
+    if isinstance(tokens, str | int):
+        tokens = [tokens] * len(prompts)
+    if not isinstance(tokens, Sequence):
+        raise TokenError(f"the {what} is a text, an id, or one for each prompt; got {tokens!r}")
+    if len(tokens) != len(prompts):
+        raise TokenError(f"{len(tokens)} {what}s were given for {len(prompts)} prompts")
+    ids = [single_token(view, token, what) for token in tokens]
+    for token in dict.fromkeys(tokens):
+        _warn_missing_space(view, token, prompts.texts[tokens.index(token)], what)
+    return ids
+
+
+def _warn_missing_space(view: ModelView, token: Token, prompt: str | None, what: str) -> None:
     """Warns where an answer lacks the leading space that would make it another single token."""
     if not isinstance(token, str) or token[:1].isspace() or not token[:1].isalnum():
         return

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -19,6 +19,15 @@ RowReader = Callable[[Tensor, slice], None]
 """Called with an activation [rows, pos, ...] and which rows of the batch these are."""
 
 DEFAULT_MAX_BYTES = 2**30
+
+
+@runtime_checkable
+class CacheLike(Protocol):
+    """What is read of a caller's cache: a dict, or TransformerLens's ActivationCache."""
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        """Hook names and activations."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,17 +106,31 @@ class Run:
         """The activation at an address for all prompts, kept for the next time.
 
         Positions behind a row's last token hold zeros. Heads are the whole `hook_z`, neurons the
-        whole `hook_post` of the layer. The tensor is the Run's own: clone before any change.
+        whole `hook_post` of the layer, patterns [batch, head, query, key]. The tensor is the Run's
+        own: clone before any change.
         """
-        name = hook_name(address)
-        if name not in self._kept:
-            parts: list[Tensor] = []
-            self.sweep({name: lambda tensor, rows: parts.append(tensor.detach().clone())})
-            self._kept[name] = self._lay_out(parts)
-        return self._kept[name]
+        self.fetch_all([address])
+        return self._kept[hook_name(address)]
 
-    def _lay_out(self, parts: list[Tensor]) -> Tensor:
+    def fetch_all(self, addresses: Iterable[Address]) -> None:
+        """Fetches several activations in one pass; `fetch` then gives them."""
+        names = {hook_name(address) for address in addresses} - set(self._kept)
+        parts: dict[str, list[Tensor]] = {name: [] for name in names}
+
+        def keeper(name: str) -> RowReader:
+            return lambda tensor, rows: parts[name].append(tensor.detach().clone())
+
+        if names:
+            self.sweep({name: keeper(name) for name in names})
+        for name in names:
+            self._kept[name] = self._lay_out(parts[name], is_by_position(name))
+
+    def _lay_out(self, parts: list[Tensor], by_position: bool) -> Tensor:
+        if len(parts[0]) == 1 and len(self) > 1 and len(parts) == 1:
+            parts = [parts[0].expand(len(self), *parts[0].shape[1:])]
         width = self.prompts.tokens.shape[1]
+        if not by_position:
+            return self._lay_out_patterns(parts, width)
         full = parts[0].new_zeros(len(self), width, *parts[0].shape[2:])
         start = 0
         for part in parts:
@@ -115,6 +138,16 @@ class Run:
             start += len(part)
         full[~self.prompts.mask.to(full.device)] = 0
         return full
+
+    def _lay_out_patterns(self, parts: list[Tensor], width: int) -> Tensor:
+        full = parts[0].new_zeros(len(self), parts[0].shape[1], width, width)
+        start = 0
+        for part in parts:
+            size = part.shape[-1]
+            full[start : start + len(part), :, :size, :size] = part
+            start += len(part)
+        real = self.prompts.mask.to(full.device)
+        return full * (real[:, None, :, None] & real[:, None, None, :])
 
     def logits_at(self, positions: Positions = -1) -> Float[Tensor, "batch n d_vocab"]:
         """The model's logits at chosen positions.
@@ -160,7 +193,7 @@ def capture(
     *,
     prepend_bos: bool | None = None,
     mask: Tensor | None = None,
-    cache: Mapping[str, Tensor] | None = None,
+    cache: CacheLike | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> Run:
     """Binds prompts to a model; activations are fetched when an analysis asks for them.
@@ -188,14 +221,11 @@ def capture(
 
 
 def _bind(reader: RowReader, rows: slice) -> Callable[[Tensor], None]:
-    def bound(tensor: Tensor) -> None:
-        reader(tensor.detach(), rows)
-
-    return bound
+    return lambda tensor: reader(tensor.detach(), rows)
 
 
 def _realign(
-    view: ModelView, prompts: Prompts, cache: Mapping[str, Tensor], given: Any
+    view: ModelView, prompts: Prompts, cache: CacheLike, given: Any
 ) -> dict[str, Tensor]:
     """The caller's cache with each row moved to begin at position 0."""
     width = given.shape[-1] if isinstance(given, Tensor) else prompts.tokens.shape[1]

@@ -8,6 +8,7 @@ the model each time, hooks are attached for the length of one forward pass and t
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -194,7 +195,9 @@ class ModelView:
     @cached_property
     def attn_only(self) -> bool:
         """Whether the blocks have no MLP."""
-        return hook_name(MLP(0)) not in self.hook_points
+        # HookedTransformer has the hook in every block, whether or not there is an MLP.
+        said = bool(getattr(self.cfg, "attn_only", False))
+        return said or hook_name(MLP(0)) not in self.hook_points
 
     @cached_property
     def has_pos_embed(self) -> bool:
@@ -444,18 +447,16 @@ def _first(owner: Any, *names: str) -> Tensor | None:
 
 
 def _as_hook(reader: Reader) -> Callable[..., Tensor | None]:
-    def hook_function(tensor: Tensor, hook: Any) -> Tensor | None:
-        return reader(tensor)
-
-    return hook_function
+    return lambda tensor, hook: reader(tensor)
 
 
 def _counted(name: str, reader: Reader, fired: set[str]) -> Reader:
-    def counting(tensor: Tensor) -> Tensor | None:
-        fired.add(name)
-        return reader(tensor)
+    return functools.partial(_count_and_read, name, reader, fired)
 
-    return counting
+
+def _count_and_read(name: str, reader: Reader, fired: set[str], tensor: Tensor) -> Tensor | None:
+    fired.add(name)
+    return reader(tensor)
 
 
 def _drops(module: torch.nn.Module) -> bool:

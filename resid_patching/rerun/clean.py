@@ -1,0 +1,139 @@
+"""The clean run of some prompts: the states and activations that changed runs start from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from resid_patching.address import (
+    MLP,
+    Address,
+    Attn,
+    AttnBias,
+    Head,
+    HeadInput,
+    HeadNode,
+    MLPBias,
+    Neuron,
+    Stream,
+    hook_name,
+)
+from resid_patching.models import Reader
+from resid_patching.rerun.edits import Variant, clean_hook
+from resid_patching.rerun.replay import BlockCalls
+from resid_patching.run import Run
+
+
+class Clean:
+    """What one forward pass of some prompts left behind.
+
+    Attributes:
+        rows: which prompts of the batch.
+        width: positions, padding included.
+        acts: activations by hook name [rows, pos, ...].
+        calls: what each block was called with.
+        logits: the model's own logits, kept where asked.
+    """
+
+    def __init__(self, run: Run, rows: slice, names: Iterable[str], *, keep_logits: bool) -> None:
+        self.view = run.view
+        self.rows = rows
+        lengths = run.prompts.lengths[rows]
+        self.width = max(lengths)
+        self.lengths = torch.tensor(lengths, device=run.prompts.tokens.device)
+        self.tokens = run.prompts.tokens[rows, : self.width]
+        self.acts: dict[str, Tensor] = {}
+        self.calls = BlockCalls(run.view)
+        self.logits: Tensor | None = None
+        readers = {name: self._keeper(name) for name in names}
+
+        def forward() -> None:
+            logits = run.view.forward(self.tokens, readers)
+            self.logits = logits if keep_logits else None
+
+        self.calls.record(forward)
+
+    def __len__(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    def _keeper(self, name: str) -> Reader:
+        def keep(activation: Tensor) -> None:
+            self.acts[name] = activation.detach().clone()
+
+        return keep
+
+    def act(self, address: Address) -> Tensor:
+        """The activation at an address's hook [rows, pos, ...]."""
+        found = self.acts[hook_name(address)]
+        return found.expand(len(self), *found.shape[1:])
+
+    def state(self, layer: int, place: str) -> Tensor:
+        """A stream state; `mid` as what it is, resid_pre plus what attention added."""
+        if place == "mid":
+            return self.act(Stream(layer, "pre")) + self.act(Attn(layer))
+        return self.act(Stream(layer, place))  # type: ignore[arg-type]
+
+    def act_pre(self, layer: int) -> Tensor:
+        """The state before a layer."""
+        return self.act(Stream(layer, "pre"))
+
+    def after(self, layer: int, place: str) -> Tensor:
+        """A state of a layer, `post` as what the next layer reads."""
+        if place == "post":
+            return self.final if layer == self.view.n_layers - 1 else self.act_pre(layer + 1)
+        return self.state(layer, place)
+
+    @property
+    def final(self) -> Tensor:
+        """The last stream state."""
+        return self.act(Stream(self.view.n_layers - 1, "post"))
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of every row [rows, pos]."""
+        return torch.arange(self.width, device=self.tokens.device).expand(len(self), -1)
+
+
+def hooks_to_keep(run: Run, variants: Iterable[Variant]) -> set[str]:
+    """The activations that a clean run must keep for these variants."""
+    view = run.view
+    states = {hook_name(Stream(layer, "pre")) for layer in range(view.n_layers)}
+    states.add(hook_name(Stream(view.n_layers - 1, "post")))
+    for variant in variants:
+        for edit in variant:
+            name = clean_hook(edit.site)
+            if name is not None:
+                states.add(name)
+            states |= _beside(edit.site)
+    return states
+
+
+def _beside(site: Address) -> set[str]:
+    """What else of the layer is needed to start again behind a site."""
+    match site:
+        case HeadNode(layer, _, "pattern"):
+            return {hook_name(HeadInput(layer, 0, "v")), *_writes(layer)}
+        case HeadInput(layer, _, _):
+            return {hook_name(HeadInput(layer, 0, which)) for which in ("q", "k", "v")} | _writes(
+                layer
+            )
+        case Stream(layer, "mid"):
+            return {hook_name(Attn(layer))}
+        case Stream(layer, "post"):
+            return {hook_name(Stream(layer, "post"))}
+        case Head(layer, _) | HeadNode(layer, _, _) | Attn(layer):
+            return _writes(layer)
+        case Neuron(layer, _) | MLP(layer):
+            return {hook_name(MLP(layer))}
+        case AttnBias(layer):
+            return _writes(layer)
+        case MLPBias(layer):
+            return {hook_name(MLP(layer))}
+        case _:
+            return set()
+
+
+def _writes(layer: int) -> set[str]:
+    return {hook_name(Attn(layer)), hook_name(Head(layer, 0))}

@@ -1,0 +1,146 @@
+"""Edits: what is put in the place of what, at which positions.
+
+An edit replaces the activation of one site at some positions of every prompt. A variant is a set
+of edits made together. Sites act in stages of a layer, and the stage says from where the model
+has to be run again.
+
+    stage 0   resid_pre (and embed, pos_embed in layer 0)
+    stage 1   q, k, v, pattern, z of a head; the attention layer; its bias
+    stage 2   resid_mid
+    stage 3   neurons; the MLP; its bias
+    stage 4   resid_post
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from resid_patching.address import (
+    MLP,
+    Address,
+    Attn,
+    AttnBias,
+    Embed,
+    Head,
+    HeadInput,
+    HeadNode,
+    MLPBias,
+    Neuron,
+    PosEmbed,
+    Stream,
+    hook_name,
+)
+from resid_patching.errors import AddressError
+from resid_patching.models import ModelView
+from resid_patching.prompts import PositionIndex
+
+Fill = Callable[[slice, Tensor], Tensor]
+"""Called with rows of the batch and positions [rows, n]; gives the new values [rows, n, ...]."""
+
+_ATTENTION = (Head, HeadInput, HeadNode, Attn, AttnBias)
+_STATES = {"pre": 0, "mid": 2, "post": 4}
+
+
+@dataclass(frozen=True, eq=False)
+class Edit:
+    """New values for one site at some positions.
+
+    Attributes:
+        site: what is replaced.
+        positions: where, in every prompt.
+        fill: gives the new values.
+    """
+
+    site: Address
+    positions: PositionIndex
+    fill: Fill
+
+
+Variant = tuple[Edit, ...]
+
+
+def stage(site: Address) -> tuple[int, int]:
+    """The (layer, stage) at which a site acts.
+
+    Raises:
+        AddressError: the site cannot be replaced.
+    """
+    if isinstance(site, Embed | PosEmbed):
+        return (0, 0)
+    if isinstance(site, Stream):
+        return (site.layer, _STATES[site.place])
+    if isinstance(site, _ATTENTION):
+        return (site.layer, 1)
+    if isinstance(site, MLP | Neuron | MLPBias):
+        return (site.layer, 3)
+    raise AddressError(
+        f"{site} cannot be replaced; it is no writer, stream state or node of a head"
+    )
+
+
+def clean_hook(site: Address) -> str | None:
+    """The hook that holds a site's own value in a run; None for a bias, which is a weight."""
+    if isinstance(site, AttnBias | MLPBias):
+        return None
+    if isinstance(site, Embed):
+        return hook_name(Stream(0, "pre"))
+    return hook_name(site)
+
+
+def site_value(view: ModelView, site: Address, activation: Tensor | None) -> Tensor:
+    """A site's own value [rows, pos, ...], from the activation of its hook.
+
+    `embed` needs the position embedding taken off first (`Embed` is not handled here).
+    """
+    match site:
+        case AttnBias(layer):
+            return view.b_O(layer).detach()[None, None]
+        case MLPBias(layer):
+            return view.b_out(layer).detach()[None, None]
+    assert activation is not None
+    match site:
+        case HeadNode(_, head, "pattern"):
+            return activation[:, head]
+        case Head(_, head) | HeadNode(_, head, _) | HeadInput(_, head, _):
+            return activation[:, :, head]
+        case Neuron(_, index):
+            return activation[:, :, index]
+        case _:
+            return activation
+
+
+def require_site(view: ModelView, site: Address) -> None:
+    """Raises AddressError where this model has no such site."""
+    stage(site)
+    layer = getattr(site, "layer", 0)
+    if layer >= view.n_layers:
+        raise AddressError(
+            f"{site} does not exist: {view.name} has layers 0 to {view.n_layers - 1}"
+        )
+    if isinstance(site, Head | HeadInput | HeadNode):
+        key_value = isinstance(site, HeadInput) and site.which in ("k", "v")
+        count = view.n_kv_heads if key_value else view.n_heads
+        if site.head >= count:
+            kind = "key-value heads" if key_value and count < view.n_heads else "heads"
+            raise AddressError(f"{site} does not exist: layer {layer} has {kind} 0 to {count - 1}")
+    _require_part(view, site)
+
+
+def _require_part(view: ModelView, site: Address) -> None:
+    has_mlp = not view.attn_only
+    if isinstance(site, MLP | MLPBias | Neuron) and not has_mlp:
+        raise AddressError(f"{site} does not exist: {view.name} has no MLPs")
+    if isinstance(site, Neuron) and site.index >= view.n_neurons(site.layer):
+        last = view.n_neurons(site.layer) - 1
+        raise AddressError(f"{site} does not exist: layer {site.layer} has neurons 0 to {last}")
+    if isinstance(site, Stream) and site.place == "mid" and (view.parallel or not has_mlp):
+        why = "attention and MLP read the same state" if view.parallel else "there are no MLPs"
+        raise AddressError(f"{site} does not exist in {view.name}: {why}. Use resid_pre or _post.")
+    if isinstance(site, PosEmbed) and not view.has_pos_embed:
+        raise AddressError(f"pos_embed does not exist: {view.name} adds no learned position")
+    name = clean_hook(site)
+    if name is not None and name not in view.hook_points:
+        raise AddressError(f"{site} cannot be read: {view.name} ({view.kind}) has no hook {name}")

@@ -1,0 +1,527 @@
+"""Running variants of a clean run: exact, and at the cost of what they change.
+
+Three routes give the same numbers; the result says which was taken.
+
+    plain    our own blocks, from the first changed stage, and only the rows from the first changed
+             position on (they read the clean keys and values before it)
+    replay   the model's own blocks, from the first changed layer, all rows
+    full     whole forward passes with hooks
+
+`plain` takes variants whose edits act at one stage, on models whose blocks it reproduces on these
+very prompts; `replay` takes the rest; `full` takes models whose blocks cannot be called alone, and
+any model that carries hooks of the caller, so that these act in the clean and the changed run
+alike. Variants are stacked on the batch axis, and only the rows and columns of the logits that
+the metric reads are unembedded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from resid_patching.errors import HookNotFiredError
+from resid_patching.models import ModelView, Reader
+from resid_patching.prompts import PositionIndex
+from resid_patching.rerun.clean import Clean, hooks_to_keep
+from resid_patching.rerun.deltas import Deltas
+from resid_patching.rerun.edits import Variant, stage
+from resid_patching.rerun.plain import NotPlain, PlainBlocks
+from resid_patching.rerun.replay import hook_changes
+from resid_patching.run import Run
+
+Route = Literal["plain", "replay", "full"]
+Evaluate = Callable[[Tensor, slice, Tensor | None], Tensor]
+
+# Tokens of a stack. Larger stacks are no faster per token and leave the cache sooner.
+STACK_TOKENS = 1024
+_TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5}
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What a metric reads of the logits, and what it makes of them.
+
+    Attributes:
+        positions: rows of the logits [batch, n], -1 where a prompt has none.
+        columns: token ids [batch, k], or None for the whole vocabulary.
+        evaluate: (logits [variant, rows, n, k], which rows, clean logits [rows, n, k] or None) ->
+            values [variant, rows].
+        needs_clean: whether `evaluate` is handed the clean run's logits.
+    """
+
+    positions: PositionIndex
+    columns: Int[Tensor, "batch k"] | None
+    evaluate: Evaluate
+    needs_clean: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Rerun:
+    """What the variants did to the metric.
+
+    Attributes:
+        baseline: the clean run's value [batch].
+        patched: the value with each variant's edits, the model run again [variant, batch].
+        direct: the value with the same change carried to the last state, all later writes frozen
+            and the final norm live [variant, batch].
+        routes: the routes that were taken.
+    """
+
+    baseline: Float[Tensor, " batch"]
+    patched: Float[Tensor, "variant batch"]
+    direct: Float[Tensor, "variant batch"]
+    routes: tuple[Route, ...]
+
+
+@torch.no_grad()
+def rerun(
+    run: Run,
+    variants: Sequence[Variant],
+    reading: Reading,
+    *,
+    routes: Sequence[Route] = ("plain", "replay", "full"),
+    progress: Callable[[int], None] | None = None,
+) -> Rerun:
+    """Evaluates variants of a run.
+
+    Args:
+        run: the clean run.
+        variants: the edits of each variant.
+        reading: what the metric reads.
+        routes: routes that may be taken, best first; `full` is always allowed.
+        progress: called with the number of (variant, prompt chunk) pairs just done.
+    """
+    view = run.view
+    new = {"dtype": view.compute_dtype, "device": view.device}
+    baseline = torch.full((len(run),), torch.nan, **new)
+    patched = torch.full((len(variants), len(run)), torch.nan, **new)
+    direct = patched.clone()
+    taken: set[Route] = set()
+    names = hooks_to_keep(run, variants)
+    for rows in prompt_chunks(run, len(names)):
+        chunk = _Chunk(run, rows, names, reading, routes)
+        baseline[rows] = chunk.baseline
+        for numbers, total, frozen, route in chunk.evaluate(variants):
+            patched[numbers, rows] = total
+            direct[numbers, rows] = frozen
+            taken.add(route)
+            if progress is not None:
+                progress(len(numbers))
+    return Rerun(baseline, patched, direct, tuple(sorted(taken)))
+
+
+def prompt_chunks(run: Run, n_kept: int) -> Iterator[slice]:
+    """Slices of the batch that fit a stack, and whose clean run fits the run's bound."""
+    view, lengths = run.view, run.prompts.lengths
+    size = view.W_U.element_size()
+    token_bytes = size * (view.W_U.shape[1] + (n_kept + 4 * view.n_layers) * view.d_model)
+    limit = max(1, min(STACK_TOKENS, run.max_bytes // token_bytes))
+    start = 0
+    while start < len(lengths):
+        stop, width = start + 1, lengths[start]
+        while stop < len(lengths):
+            wider = max(width, lengths[stop])
+            if wider * (stop + 1 - start) > limit:
+                break
+            stop, width = stop + 1, wider
+        yield slice(start, stop)
+        start = stop
+
+
+class _Chunk:
+    """The variants of some prompts."""
+
+    def __init__(
+        self,
+        run: Run,
+        rows: slice,
+        names: set[str],
+        reading: Reading,
+        routes: Sequence[Route],
+    ) -> None:
+        self.view = run.view
+        self.rows = rows
+        self.reading = reading
+        self.max_bytes = run.max_bytes
+        hooked = bool(run.view.user_hooks())
+        self.clean = Clean(run, rows, names, keep_logits=hooked or "plain" not in routes)
+        checks = _Checks.of(self.view)
+        self.plain: PlainBlocks | None = None
+        self.replays = False
+        if not hooked and "plain" in routes:
+            self.plain = checks.plain(self.clean)
+        if not hooked and "replay" in routes:
+            self.replays = checks.replay(self.clean)
+        self.whole = hooked
+        self.deltas = Deltas(self.clean, self.plain, self.replays)
+        self.read_at = reading.positions.index[rows].to(self.view.device)
+        self.clean_rows = _take(self.clean.final, self.read_at)
+        self._clean_logits: Tensor | None = None
+        self.baseline = self._baseline()
+
+    def _baseline(self) -> Tensor:
+        if self.whole:
+            return self._score_logits(self._own_logits()[None])[0]
+        return self._score(self.clean_rows[None])[0]
+
+    def _own_logits(self) -> Tensor:
+        if self.clean.logits is None:
+            self.clean.logits = self.view.forward(self.clean.tokens, {})
+        return self.clean.logits
+
+    def evaluate(
+        self, variants: Sequence[Variant]
+    ) -> Iterator[tuple[list[int], Tensor, Tensor, Route]]:
+        """Yields (numbers of variants, patched, direct, route) stack by stack."""
+        for numbers, route in self._stacks(variants):
+            stack = [variants[number] for number in numbers]
+            changed = torch.stack([self.deltas.changed(variant) for variant in stack])
+            delta = torch.stack([self.deltas.frozen(variant) for variant in stack])
+            delta = delta * changed[:, :, None, None]
+            clean = self.clean_rows.to(delta.dtype)
+            base = self.baseline.expand(len(stack), -1)
+            direct = self._score(clean + _take(delta, self.read_at))
+            if not self.whole:
+                direct = torch.where(changed, direct, base)
+            else:
+                # With hooks of the caller on, the clean value is the model's own.
+                ours = self._score(clean[None])
+                direct = torch.where(changed, base + direct - ours, base)
+            total = base
+            if bool(changed.any()):
+                total = self._total(stack, delta, route)
+            yield numbers, torch.where(changed, total, base), direct, route
+
+    def _total(self, stack: list[Variant], delta: Tensor, route: Route) -> Tensor:
+        if route == "plain":
+            return self._score(self._propagate(stack, delta))
+        if route == "replay":
+            return self._score(self._replayed(stack))
+        tokens = self.clean.tokens.repeat(len(stack), 1)
+        logits = self.view.forward(tokens, hook_changes(self.view, stack, self.rows))
+        return self._score_logits(logits.unflatten(0, (len(stack), len(self.clean))))
+
+    # Stacks
+
+    def _stacks(self, variants: Sequence[Variant]) -> Iterator[tuple[list[int], Route]]:
+        """Numbers of variants that run together: same route, same start, similar rows."""
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for number, variant in enumerate(variants):
+            route = self._route(variant)
+            start = min((stage(edit.site) for edit in variant), default=(self.view.n_layers, 0))
+            key = (route, start if route == "plain" else start[0], self._n_rows(variant))
+            groups.setdefault(key, []).append(number)
+        for (route, _, n_rows), numbers in sorted(groups.items()):
+            size = self._stack_size(route, n_rows)
+            for begin in range(0, len(numbers), size):
+                yield numbers[begin : begin + size], route
+
+    def _route(self, variant: Variant) -> Route:
+        one_stage = len({stage(edit.site) for edit in variant}) <= 1
+        if self.plain is not None and one_stage and self.deltas.closed(variant):
+            return "plain"
+        return "replay" if self.replays else "full"
+
+    def _n_rows(self, variant: Variant) -> int:
+        first = self._first_changed(variant)
+        return max(1, int((self.clean.lengths.to(first.device) - first).max()))
+
+    def _first_changed(self, variant: Variant) -> Tensor:
+        first = self.clean.lengths.clone().to(self.view.device)
+        for edit in variant:
+            index = edit.positions.index[self.rows].to(first.device)
+            index = torch.where(index < 0, self.clean.width, index)
+            first = torch.minimum(first, index.amin(1))
+        return first
+
+    def _stack_size(self, route: Route, n_rows: int) -> int:
+        """Variants of a stack, by tokens and by the run's bound on memory."""
+        view, size = self.view, self.view.compute_dtype.itemsize
+        prompts = len(self.clean)
+        rows = n_rows if route == "plain" else self.clean.width
+        by_tokens = STACK_TOKENS // (prompts * rows)
+        per_variant = prompts * self.clean.width * view.d_model * size * 3
+        if route == "full":
+            per_variant += prompts * self.clean.width * view.W_U.shape[1] * size
+        else:
+            per_variant += prompts * rows * view.d_model * size * 12
+        return max(1, min(by_tokens, self.max_bytes // per_variant))
+
+    # Plain route
+
+    def _propagate(self, stack: list[Variant], delta: Tensor) -> Tensor:
+        """Changed states behind the edited stage -> last states at the rows that are read."""
+        assert self.plain is not None
+        layer, place = stage(stack[0][0].site)
+        first = self._first_changed(stack[0])
+        for variant in stack[1:]:
+            first = torch.minimum(first, self._first_changed(variant))
+        joined = self.view.parallel or self.view.attn_only
+        where = ("pre", "post" if joined else "mid", "mid", "post", "post")[place]
+        walk = _Walk(self.view, self.plain, self.clean, self.deltas, first, self.read_at)
+        start = self.clean.after(layer, where)
+        final = walk.run(layer, where, start + delta)
+        unread = (self.read_at < first[:, None])[None, :, :, None]
+        return torch.where(unread, self.clean_rows, final)
+
+    # Replay route
+
+    def _replayed(self, stack: list[Variant]) -> Tensor:
+        view, clean = self.view, self.clean
+        first = min(stage(edit.site)[0] for variant in stack for edit in variant)
+        states = clean.act_pre(first).repeat(len(stack), 1, 1)
+        changes, fired = _watched(hook_changes(view, stack, self.rows))
+        with torch.no_grad(), view.attached(changes):
+            for layer in range(first, view.n_layers):
+                states = clean.calls.call(layer, states)
+        _require_fired(view, changes, fired)
+        states = states.unflatten(0, (len(stack), len(clean)))
+        return _take(states, self.read_at)
+
+    # Scores
+
+    def _score(self, states: Tensor) -> Tensor:
+        """Last states [variant, rows, n, d_model] -> the metric [variant, rows]."""
+        found = []
+        for piece in self._pieces(states.shape):
+            variants, prompts = piece
+            logits = self._logits(states[variants, prompts], prompts)
+            clean = self._clean_part(prompts) if self.reading.needs_clean else None
+            found.append((piece, self.reading.evaluate(logits, self._absolute(prompts), clean)))
+        return _assembled(found, states.shape[:2])
+
+    def _score_logits(self, logits: Tensor) -> Tensor:
+        """The model's own logits [variant, rows, pos, d_vocab] -> the metric."""
+        taken = _take(logits, self.read_at).to(self.view.compute_dtype)
+        columns = self._columns(slice(0, len(self.clean)))
+        if columns is not None:
+            index = columns[None, :, None].expand(*taken.shape[:3], -1)
+            taken = taken.gather(-1, index)
+        clean = None
+        if self.reading.needs_clean:
+            clean = _take(self._own_logits(), self.read_at).to(self.view.compute_dtype)
+        return self.reading.evaluate(taken, self.rows, clean)
+
+    def _pieces(self, shape: torch.Size) -> Iterator[tuple[slice, slice]]:
+        """Parts of (variants, rows) whose logits fit in memory."""
+        n_variants, n_prompts, n, _ = shape
+        columns = self.reading.columns
+        width = self.view.W_U.shape[1] if columns is None else columns.shape[1]
+        cells = max(1, self.max_bytes // (8 * n * width * self.view.compute_dtype.itemsize))
+        prompts = min(n_prompts, cells)
+        variants = max(1, cells // n_prompts)
+        for v in range(0, n_variants, variants):
+            for p in range(0, n_prompts, prompts):
+                yield slice(v, v + variants), slice(p, min(p + prompts, n_prompts))
+
+    def _absolute(self, prompts: slice) -> slice:
+        return slice(self.rows.start + prompts.start, self.rows.start + prompts.stop)
+
+    def _columns(self, prompts: slice) -> Tensor | None:
+        columns = self.reading.columns
+        return None if columns is None else columns[self._absolute(prompts)].to(self.view.device)
+
+    def _logits(self, states: Tensor, prompts: slice) -> Tensor:
+        view = self.view
+        columns = self._columns(prompts)
+        if columns is None:
+            logits = view.readout(states)
+        else:
+            normed = view.final_norm(states.to(view.compute_dtype))
+            chosen = view.unembed_columns(columns.flatten()).unflatten(0, columns.shape)
+            bias = view.unembed_bias(columns.flatten()).unflatten(0, columns.shape)
+            logits = torch.einsum("vbnm,bkm->vbnk", normed, chosen) + bias[None, :, None]
+        return logits if view.softcap is None else view.softcap * torch.tanh(logits / view.softcap)
+
+    def _clean_part(self, prompts: slice) -> Tensor:
+        if self._clean_logits is None:
+            cells = self.clean_rows.shape[0] * self.clean_rows.shape[1] * self.view.W_U.shape[1]
+            if cells * self.view.compute_dtype.itemsize > self.max_bytes // 4:
+                return self._logits(self.clean_rows[None, prompts], prompts)[0]
+            everything = slice(0, len(self.clean))
+            self._clean_logits = self._logits(self.clean_rows[None], everything)[0]
+        return self._clean_logits[prompts]
+
+
+class _Walk:
+    """Changed rows on their way through our own blocks."""
+
+    def __init__(
+        self,
+        view: ModelView,
+        plain: PlainBlocks,
+        clean: Clean,
+        deltas: Deltas,
+        first: Tensor,
+        read_at: Tensor,
+    ) -> None:
+        self.view, self.plain, self.clean, self.deltas = view, plain, clean, deltas
+        lengths = clean.lengths.to(first.device)
+        n_rows = int((lengths - first).max())
+        # Whole rows go through one fused attention; leaving a few out is not worth the masks.
+        self.whole = n_rows * 4 > clean.width * 3
+        if self.whole:
+            self.first = torch.zeros_like(first)
+            self.keys = clean.positions.to(first.device)
+        else:
+            self.first = first
+            keys = first[:, None] + torch.arange(n_rows, device=first.device)
+            self.keys = torch.where(keys < lengths[:, None], keys, -1)
+        self.read_at = read_at
+        self.chosen = (read_at - self.first[:, None]).clamp(0, self.keys.shape[1] - 1)
+
+    def run(self, layer: int, place: str, states: Tensor) -> Tensor:
+        """States [variant, rows, pos, d_model] at a stage -> last states at the rows read."""
+        states = states if self.whole else _take(states, self.keys)
+        last = self.view.n_layers - 1
+        for number in range(layer, last + 1):
+            if place == "pre":
+                states = self._block(number, states, number == last)
+            elif place == "mid":
+                states = _take(states, self.chosen) if number == last else states
+                states = states + self.plain.mlp_write(number, states)
+            elif number == last:
+                states = _take(states, self.chosen)
+            place = "pre"
+        return states
+
+    def _block(self, layer: int, states: Tensor, is_last: bool) -> Tensor:
+        plain = self.plain
+        keys = self.keys.clamp_min(0)
+        q, k, v = plain.project(layer, states, keys)
+        if is_last:
+            q, states = _take(q, self.chosen), _take(states, self.chosen)
+        if self.whole and not is_last:
+            z = plain.attend_causal(q, k, v)
+        else:
+            queries = self.read_at if is_last else self.keys
+            clean = None if self.whole else self.deltas.keys_and_values(layer)
+            # A row that is not there may look at position 0; what it gets is never read.
+            z = plain.attend_rows(q, k, v, queries.clamp_min(0), self.keys, clean, self.first)
+        write = plain.attention_write(layer, z)
+        if self.view.attn_only:
+            return states + write
+        if self.view.parallel:
+            return states + write + plain.mlp_write(layer, states)
+        states = states + write
+        return states + plain.mlp_write(layer, states)
+
+
+class _Checks:
+    """Which routes reproduce a model's clean runs, and up to which length that was seen."""
+
+    _known: weakref.WeakKeyDictionary[Any, _Checks] = weakref.WeakKeyDictionary()
+
+    def __init__(self, fingerprint: tuple[int, ...]) -> None:
+        self.fingerprint = fingerprint
+        self.plain_length = self.replay_length = 0
+        self.refused: set[Route] = set()
+
+    @classmethod
+    def of(cls, view: ModelView) -> _Checks:
+        """What is known of a model as it is now."""
+        fingerprint = view.fingerprint()
+        known = cls._known.get(view.model)
+        if known is None or known.fingerprint != fingerprint:
+            known = cls._known[view.model] = cls(fingerprint)
+        return known
+
+    def plain(self, clean: Clean) -> PlainBlocks | None:
+        """Our own blocks, or None where they differ from the model's on these prompts."""
+        if "plain" in self.refused:
+            return None
+        try:
+            blocks = PlainBlocks(clean.view, clean.calls.arguments(0))
+            if clean.width > self.plain_length:
+                self._require_plain(blocks, clean)
+                self.plain_length = clean.width
+        except (NotPlain, AttributeError, RuntimeError, ValueError, TypeError):
+            self.refused.add("plain")
+            return None
+        return blocks
+
+    def _require_plain(self, blocks: PlainBlocks, clean: Clean) -> None:
+        positions = clean.positions.to(clean.view.device)
+        with torch.no_grad():
+            for layer in range(clean.view.n_layers):
+                states = clean.act_pre(layer)[None]
+                z = blocks.attend_causal(*blocks.project(layer, states, positions))
+                found = states + blocks.attention_write(layer, z)
+                if not clean.view.attn_only:
+                    read = states if clean.view.parallel else found
+                    found = found + blocks.mlp_write(layer, read)
+                if not _agree(found[0], clean.after(layer, "post"), clean):
+                    raise NotPlain(f"block {layer} differs")
+
+    def replay(self, clean: Clean) -> bool:
+        """Whether the model's blocks, called alone on a stack, repeat these prompts."""
+        if "replay" in self.refused:
+            return False
+        if clean.width <= self.replay_length:
+            return True
+        try:
+            with torch.no_grad():
+                for layer in range(clean.view.n_layers):
+                    found = clean.calls.call(layer, clean.act_pre(layer).repeat(2, 1, 1))
+                    expected = clean.after(layer, "post")
+                    for half in found.chunk(2):
+                        if not _agree(half, expected, clean):
+                            raise NotPlain(f"block {layer} differs")
+        except (NotPlain, AttributeError, RuntimeError, ValueError, TypeError, KeyError):
+            self.refused.add("replay")
+            return False
+        self.replay_length = clean.width
+        return True
+
+
+def _agree(found: Tensor, expected: Tensor, clean: Clean) -> bool:
+    real = clean.positions.to(found.device) < clean.lengths.to(found.device)[:, None]
+    difference = (found - expected)[real].abs().max()
+    tolerance = _TOLERANCE.get(clean.view.dtype, 2e-2)
+    return bool(difference <= tolerance * expected[real].abs().max())
+
+
+def _take(states: Tensor, index: Tensor) -> Tensor:
+    """[..., rows, pos, *] at [rows, n] -> [..., rows, n, *]; -1 is read as 0.
+
+    The leading axis of variants is optional, told by the index's number of rows.
+    """
+    index = index.to(states.device).clamp_min(0)
+    row = torch.arange(index.shape[0], device=index.device)[:, None]
+    if states.ndim > 3:
+        return states[:, row, index]
+    return states[row, index]
+
+
+def _watched(changes: dict[str, Reader]) -> tuple[dict[str, Reader], set[str]]:
+    fired: set[str] = set()
+
+    def watch(name: str, change: Reader) -> Reader:
+        def watched(activation: Tensor) -> Tensor | None:
+            fired.add(name)
+            return change(activation)
+
+        return watched
+
+    return {name: watch(name, change) for name, change in changes.items()}, fired
+
+
+def _require_fired(view: ModelView, changes: dict[str, Reader], fired: set[str]) -> None:
+    if missing := [name for name in changes if name not in fired]:
+        raise HookNotFiredError(
+            f"these hooks of {view.name} ({view.kind}) never fired: {', '.join(missing)}"
+        )
+
+
+def _assembled(found: list[tuple[tuple[slice, slice], Tensor]], shape: torch.Size) -> Tensor:
+    first = found[0][1]
+    whole = first.new_empty(shape)
+    for (variants, prompts), values in found:
+        whole[variants, prompts] = values
+    return whole

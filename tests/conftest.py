@@ -1,0 +1,81 @@
+"""Where the tests find data and models that are not in the repository; skips with the reason."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # tests never touch the network; read when a hub client loads
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("no_deadline", deadline=None)  # a first forward is slow; that is no bug
+settings.load_profile("no_deadline")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def _folder(variable: str, default: Path) -> Path:
+    return Path(os.environ.get(variable) or default)
+
+
+SHARED = _folder("RESID_PATCHING_SHARED", REPOSITORY.parent / "shared")
+SMOLLM2 = _folder("RESID_PATCHING_SMOLLM2", REPOSITORY / ".cache" / "smollm2-135m")
+
+
+@cache
+def _gpt2() -> str | None:
+    """Return what to load GPT-2 small from: a folder, its hub name if cached, or None."""
+    folder = os.environ.get("RESID_PATCHING_GPT2")
+    if folder:
+        return folder if (Path(folder) / "config.json").is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in ("gpt2", "openai-community/gpt2"):
+        if isinstance(try_to_load_from_cache(name, "model.safetensors"), str):
+            return name
+    return None
+
+
+def _missing(marker: str) -> str | None:
+    """Return why tests with this marker cannot run here, or None when they can."""
+    if marker == "shared" and not (SHARED / "data").is_dir():
+        return f"no test data at {SHARED} (set RESID_PATCHING_SHARED)"
+    if marker == "real" and not (SMOLLM2 / "model.safetensors").is_file():
+        return f"no SmolLM2-135M at {SMOLLM2} (python scripts/prepare_smollm2.py)"
+    if marker == "gpt2" and _gpt2() is None:
+        return "no GPT-2 small: neither RESID_PATCHING_GPT2 nor a local hub cache has it"
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in ("shared", "real", "gpt2"):
+        reason = _missing(marker) if item.get_closest_marker(marker) else None
+        if reason is None:
+            continue
+        if marker == "real" and os.environ.get("RESID_PATCHING_REQUIRE_REAL") == "1":
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder of shared test data; for tests marked `shared`."""
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M as a Hugging Face folder; for tests marked `real`."""
+    return SMOLLM2
+
+
+@pytest.fixture(scope="session")
+def gpt2_source() -> str:
+    """What to load GPT-2 small from; for tests marked `gpt2`."""
+    source = _gpt2()
+    assert source is not None, "a test that uses gpt2_source must be marked gpt2"
+    return source
