@@ -34,7 +34,7 @@ test: $(STAMP) ## the tests that need no large model (LANE=tl4: with Transformer
 
 test-real: $(STAMP) ## prepare SmolLM2-135M, then the tests that need it
 	$(BIN)/python scripts/prepare_smollm2.py
-	RESID_PATCHING_REQUIRE_REAL=1 $(BIN)/python -m pytest -m real
+	RESID_PATCHING_REQUIRE_REAL=1 OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m pytest -m real
 
 lint: $(STAMP) ## ruff, formatting and pyright
 	$(BIN)/ruff check .

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from resid_patching.prompts import Prompts, windows
     from resid_patching.result import Axis, Provenance, Result
     from resid_patching.run import Run, capture
+    from resid_patching.stream import Overwrite, StreamReport, WriteScale, stream_report
 
 # Imported when first used, so that `--help` and `import resid_patching` need no torch.
 _HOME = {
@@ -74,6 +75,10 @@ _HOME = {
     "Result": "result",
     "Run": "run",
     "capture": "run",
+    "Overwrite": "stream",
+    "StreamReport": "stream",
+    "WriteScale": "stream",
+    "stream_report": "stream",
 }
 
 __all__ = [
@@ -111,6 +116,10 @@ __all__ = [
     "Result",
     "Run",
     "capture",
+    "Overwrite",
+    "StreamReport",
+    "WriteScale",
+    "stream_report",
 ]
 
 

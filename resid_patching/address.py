@@ -217,7 +217,7 @@ def write_stage(sender: Writer) -> tuple[int, int]:
     return (sender.layer, _WRITE_STAGE[type(sender)])
 
 
-def read_stage(reader: Reader) -> tuple[float, int]:
+def read_stage(reader: Reader) -> tuple[int | float, int]:
     """When a reader takes its input from the stream, as (layer, stage in the layer)."""
     if isinstance(reader, Logits):
         return (float("inf"), 0)

@@ -166,6 +166,8 @@ def prepare(
         PromptError: empty, too long for the context, or ids outside the vocabulary.
     """
     if isinstance(prompts, Prompts):
+        for number, row in enumerate(prompts.tokens.tolist()):
+            _require_ids(view, number, row[: prompts.lengths[number]])
         _require_fit(view, prompts)
         return prompts
     if mask is not None and not (isinstance(prompts, Tensor) and prompts.ndim == 2):
@@ -396,14 +398,17 @@ def _tokenize(view: ModelView, text: str, prepend_bos: bool | None) -> list[int]
     """Ids as the model's own `to_tokens` gives them, with the BOS once and never cut short."""
     tokenizer = _require_tokenizer(view)
     wanted = _puts_bos(view, prepend_bos)
-    if prepend_bos is False and getattr(view.cfg, "tokenizer_prepends_bos", False):
+    bos, bos_text = bos_id(view), tokenizer.bos_token or ""
+    # TransformerLens has every tokenizer put a BOS; a model that was trained with one has a token
+    # for it that is not also its end of text.
+    puts_own = getattr(view.cfg, "tokenizer_prepends_bos", False)
+    if prepend_bos is False and puts_own and bos not in (None, tokenizer.eos_token_id):
         warnings.warn(
-            f"the tokenizer of {view.name} begins every text with {tokenizer.bos_token!r}, and "
-            "prepend_bos=False takes it off; some models are far worse without it",
+            f"{view.name} has a beginning-of-sequence token, {bos_text!r}, and prepend_bos=False "
+            "leaves it out; some models are far worse without it",
             BosWarning,
             stacklevel=4,
         )
-    bos, bos_text = bos_id(view), tokenizer.bos_token or ""
     opens_with_bos = bos is not None and text.startswith(bos_text)
     if wanted and opens_with_bos:
         text = text[len(bos_text) :]

@@ -222,7 +222,7 @@ class Result:
         try:
             fields = {f.name: _decode(body[f.name]) for f in dataclasses.fields(cls)}
             return cls(**fields)
-        except (KeyError, TypeError, AssertionError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, AssertionError, ValueError) as error:
             raise ResultFormatError(f"the {cls.kind} is incomplete or damaged: {error}") from error
 
 

@@ -4,6 +4,8 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests never touch the network; read when a hub client loads
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# The models here are tiny: a second thread costs more in waiting than it computes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from functools import cache
 from pathlib import Path

@@ -14,6 +14,8 @@ from resid_patching.version import __version__
 
 COMMANDS = {
     "dla": "direct logit attribution: what each component wrote towards a token",
+    "ablate": "ablation: what replacing a part of the model does to a metric",
+    "stream": "the running total: write norms and shares, survival of the start, exactness",
 }
 
 

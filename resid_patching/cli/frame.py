@@ -206,6 +206,83 @@ def read_lines(path: str) -> list[str]:
     return [line.removesuffix("\r") for line in lines]
 
 
+def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that give prompts."""
+    parser.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times"
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="a UTF-8 file, one prompt a line, or prompt<TAB>answer<TAB>foil",
+    )
+
+
+def add_answer_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say which tokens a metric scores."""
+    parser.add_argument(
+        "--answer",
+        action="append",
+        metavar="TOKEN",
+        help="the token scored, leading space included; once, or once for each prompt",
+    )
+    parser.add_argument(
+        "--foil",
+        action="append",
+        metavar="TOKEN",
+        help="the token it is scored against; once, or once for each prompt",
+    )
+
+
+def read_prompts(
+    arguments: argparse.Namespace,
+) -> tuple[list[str], list[str] | None, list[str] | None]:
+    """The prompts that the flags give, with an answer and a foil for each where given.
+
+    Raises:
+        UsageError: no prompt, an unreadable file, or answers that do not match the prompts.
+    """
+    prompts, answers, foils = list(arguments.prompt or []), arguments.answer, arguments.foil
+    if arguments.prompts is not None:
+        rows = [line.split("\t") for line in read_lines(arguments.prompts)]
+        columns = {len(row) for row in rows}
+        if len(columns) > 1 or max(columns) > 3 or (max(columns) > 1 and prompts):
+            raise UsageError(
+                f"{arguments.prompts}: every line is a prompt, or prompt<TAB>answer, or "
+                "prompt<TAB>answer<TAB>foil, all alike"
+            )
+        prompts += [row[0] for row in rows]
+        if columns == {2} or columns == {3}:
+            if answers or foils:
+                raise UsageError(
+                    f"{arguments.prompts} holds the answers; leave out --answer and --foil"
+                )
+            answers = [row[1] for row in rows]
+            foils = [row[2] for row in rows] if columns == {3} else None
+    if not prompts:
+        raise UsageError('no prompt was given; use --prompt "..." or --prompts FILE')
+    return prompts, _spread("answer", answers, prompts), _spread("foil", foils, prompts)
+
+
+def _spread(name: str, given: list[str] | None, prompts: list[str]) -> list[str] | None:
+    if given is None or len(given) == len(prompts):
+        return given
+    if len(given) == 1:
+        return given * len(prompts)
+    raise UsageError(
+        f"--{name} was given {len(given)} times for {len(prompts)} prompts; give it once, or "
+        "once for each prompt"
+    )
+
+
+def count(text: str) -> int:
+    """A whole number from 1, as a flag's value."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is too few; give 1 or more")
+    return value
+
+
 def load_model(arguments: argparse.Namespace) -> tuple[Any, str | None]:
     """Loads the model that the flags ask for.
 
@@ -260,8 +337,13 @@ def console() -> Console:
     """A console that prints literally: rich on a terminal, plain when redirected."""
     from rich.console import Console
 
+    class LiteralConsole(Console):
+        def on_broken_pipe(self) -> None:
+            """Leaves a closed pipe to `run_guarded`; rich itself would exit with 1."""
+            raise BrokenPipeError
+
     width = None if sys.stdout.isatty() else 100
-    return Console(
+    return LiteralConsole(
         file=sys.stdout, markup=False, emoji=False, highlight=False, width=width, soft_wrap=False
     )
 
@@ -283,3 +365,49 @@ def bar(value: float, largest: float, width: int = 16) -> str:
     share = 0.0 if largest <= 0 else min(1.0, abs(value) / largest)
     filled = block * round(share * width)
     return f"{filled if value < 0 else '':>{width}}{axis}{filled if value > 0 else '':<{width}}"
+
+
+def print_line(out: Console, name: str, *items: str) -> None:
+    """A named line of items, wrapped between them."""
+    width, line = max(40, out.width), f"{name:<8} "
+    for number, item in enumerate(items):
+        if number and len(line) + len(item) > width:
+            out.print(line.rstrip(), soft_wrap=True)
+            line = " " * 9
+        line += item + "  "
+    out.print(line.rstrip(), soft_wrap=True)
+
+
+def print_model(out: Console, view: Any, origin: Any, stand_in: str | None) -> None:
+    """The lines that say which model ran, and in what state."""
+    if stand_in is not None:
+        print_line(out, "note", *stand_in.split(": "))
+    print_line(
+        out,
+        "model",
+        f"{printable(origin.model)} ({origin.backend}, TransformerLens {origin.transformer_lens}),",
+        f"{origin.processing}, {origin.dtype}, {view.n_layers} layers of {view.n_heads} heads",
+    )
+
+
+def print_tokens(out: Console, prompts: Any, *, rows: int = 4, tokens: int = 60) -> None:
+    """The tokens of the first prompts, each with its position."""
+    for texts in prompts.token_texts[:rows]:
+        items = [f"{p} {quoted(text)}" for p, text in enumerate(texts[:tokens])]
+        if len(texts) > tokens:
+            items.append(f"... {len(texts) - tokens} more tokens")
+        print_line(out, "tokens", *items)
+    if len(prompts) > rows:
+        print_line(out, "", f"... {len(prompts) - rows} more prompts")
+
+
+def new_table(*columns: str) -> Any:
+    """An empty table: the first column and unnamed ones to the left, numbers to the right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD if fancy() else box.ASCII2, pad_edge=False, show_edge=False)
+    for number, name in enumerate(columns):
+        left = number == 0 or not name
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    return table

@@ -68,7 +68,8 @@ def require(view: ModelView, *capabilities: Capability) -> None:
     failures = report(view).failures
     for capability in capabilities:
         if failure := failures.get(capability):
-            raise failure
+            # A new one: the traceback of the remembered one would keep the model alive.
+            raise type(failure)(*failure.args)
 
 
 def report(view: ModelView) -> Report:

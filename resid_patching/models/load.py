@@ -91,13 +91,13 @@ def _local_folder(name_or_path: str | os.PathLike[str]) -> Path | None:
     if text == "demo":
         return DEMO_FOLDER
     path = Path(text).expanduser()
-    if (path / "config.json").is_file():
+    if text.strip() and (path / "config.json").is_file():
         return path.resolve()
-    if path.is_dir():
+    if text.strip() and path.is_dir():
         raise ModelNotFoundError(
             f"{text} is a folder without config.json; a Hugging Face model folder is needed"
         )
-    if path.exists():
+    if text.strip() and path.exists():
         raise ModelNotFoundError(f"{text} is a file; a Hugging Face model folder is needed")
     looks_like_path = isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~"))
     if not text.strip() or looks_like_path or text.count("/") > 1 or "\\" in text:
@@ -249,18 +249,39 @@ def _require_same_predictions(model: Any, original: Any) -> None:
 def _bridge(source: str, device: Any, dtype: torch.dtype, processing: Processing) -> Any:
     from transformer_lens.model_bridge import TransformerBridge
 
-    try:
-        model = TransformerBridge.boot_transformers(
-            source, device=str(device), dtype=dtype, tokenizer=_tokenizer(source)
-        )
-    except (HubUnreachableError, ModelNotFoundError):
-        raise
-    except Exception as error:
-        raise _load_failure(source, error) from error
+    tokenizer = _tokenizer(source)
+    if tokenizer is None:
+        model = _bridge_without_tokenizer(source, device, dtype)
+    else:
+        try:
+            model = TransformerBridge.boot_transformers(
+                source, device=str(device), dtype=dtype, tokenizer=tokenizer
+            )
+        except (HubUnreachableError, ModelNotFoundError):
+            raise
+        except Exception as error:
+            raise _load_failure(source, error) from error
     model.cfg.model_name = _display_name(source)
     if processing == "folded":
         model.enable_compatibility_mode(disable_warnings=True)
     return model
+
+
+def _bridge_without_tokenizer(source: str, device: Any, dtype: torch.dtype) -> Any:
+    """TransformerBridge's own loader would make a tokenizer up where the folder holds none."""
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    original = _hugging_face_model(source, dtype).to(device)
+    try:
+        return build_bridge_from_module(
+            original,
+            type(original).__name__,
+            hf_config=original.config,
+            dtype=dtype,
+            device=device,
+        )
+    except Exception as error:
+        raise _load_failure(source, error) from error
 
 
 def _hugging_face_model(source: str, dtype: torch.dtype) -> Any:

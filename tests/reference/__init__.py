@@ -1,0 +1,1 @@
+"""Slow, obvious implementations to compare with; they import nothing of the package."""
