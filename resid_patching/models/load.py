@@ -27,6 +27,7 @@ from resid_patching.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
+from resid_patching.models.view import note_revision
 
 Processing = Literal["raw", "folded"]
 Backend = Literal["auto", "hooked", "bridge"]
@@ -74,9 +75,13 @@ def load(
         )
     path = _local_folder(name_or_path)
     folder_or_name = str(name_or_path) if path is None else str(path)
-    with _quiet(), _hub_state(None if path is not None else folder_or_name):
+    hub_name = None if path is not None else folder_or_name
+    # Loaders draw weights before they read them; the caller's random numbers stay as they are.
+    with _quiet(), _hub_state(hub_name), torch.random.fork_rng(devices=[]):
         model = _build(folder_or_name, path is not None, device, dtype, processing, backend)
     model.eval()
+    if hub_name is not None and (config := _cached_config(hub_name)) is not None:
+        note_revision(model, config.parent.name)  # snapshots/<commit>/config.json
     return model
 
 
@@ -90,21 +95,24 @@ def _local_folder(name_or_path: str | os.PathLike[str]) -> Path | None:
     text = os.fspath(name_or_path)
     if text == "demo":
         return DEMO_FOLDER
+    absent = ModelNotFoundError(
+        f"there is no model folder {text!r}. Give a Hugging Face folder (with config.json), "
+        "a hub name such as gpt2, or demo."
+    )
+    if not text.strip():
+        raise absent
     path = Path(text).expanduser()
-    if text.strip() and (path / "config.json").is_file():
+    if (path / "config.json").is_file():
         return path.resolve()
-    if text.strip() and path.is_dir():
+    if path.is_dir():
         raise ModelNotFoundError(
             f"{text} is a folder without config.json; a Hugging Face model folder is needed"
         )
-    if text.strip() and path.exists():
+    if path.exists():
         raise ModelNotFoundError(f"{text} is a file; a Hugging Face model folder is needed")
     looks_like_path = isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~"))
-    if not text.strip() or looks_like_path or text.count("/") > 1 or "\\" in text:
-        raise ModelNotFoundError(
-            f"there is no model folder {text!r}. Give a Hugging Face folder (with config.json), "
-            "a hub name such as gpt2, or demo."
-        )
+    if looks_like_path or text.count("/") > 1 or "\\" in text:
+        raise absent
     return None
 
 
@@ -348,7 +356,7 @@ def _hub_state(name: str | None) -> Iterator[None]:
     elif not before and not _hub_answers(constants.ENDPOINT):
         _log.info("the hub does not answer; using its cache")
         constants.HF_HUB_OFFLINE = True
-    if name is not None and constants.HF_HUB_OFFLINE and not _is_cached(name):
+    if name is not None and constants.HF_HUB_OFFLINE and _cached_config(name) is None:
         constants.HF_HUB_OFFLINE = before
         why = "HF_HUB_OFFLINE is set" if before else "the hub does not answer"
         raise HubUnreachableError(
@@ -379,7 +387,8 @@ def _hub_answers(endpoint: str) -> bool:
     return bool(answers)
 
 
-def _is_cached(name: str) -> bool:
+def _cached_config(name: str) -> Path | None:
+    """The model's configuration in the local hub cache, under any name it goes by."""
     from huggingface_hub import try_to_load_from_cache
 
     names = [name]
@@ -387,4 +396,5 @@ def _is_cached(name: str) -> bool:
         from transformer_lens import loading_from_pretrained as loading  # type: ignore
 
         names.append(loading.get_official_model_name(name))
-    return any(isinstance(try_to_load_from_cache(n, "config.json"), str) for n in names)
+    paths = (try_to_load_from_cache(n, "config.json") for n in names)
+    return next((Path(path) for path in paths if isinstance(path, str)), None)

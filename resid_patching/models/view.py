@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -101,6 +102,14 @@ class Processing:
         return "processed: " + ", ".join(found) if found else "raw"
 
 
+_revisions: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def note_revision(model: Any, commit: str) -> None:
+    """Remembers which commit a model's weights are, for as long as the model lives."""
+    _revisions[model] = commit
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision our sums are made in: float64 stays, everything else is float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -140,11 +149,10 @@ class ModelView:
         """The name that the model's configuration carries."""
         return str(getattr(self.cfg, "model_name", None) or "unnamed")
 
-    @cached_property
+    @property
     def revision(self) -> str | None:
-        """The hub's commit of the weights, where the model knows it."""
-        original = getattr(self.model, "original_model", None)
-        return getattr(getattr(original, "config", None), "_commit_hash", None)
+        """The hub's commit of the weights, where they were loaded by hub name with `load`."""
+        return _revisions.get(self.model)
 
     @cached_property
     def transformer_lens_version(self) -> str:
@@ -318,8 +326,8 @@ class ModelView:
 
     def unembed_columns(self, ids: Int[Tensor, " n"]) -> Float[Tensor, "n d_model"]:
         """Rows W_U[:, id] for each id, in our precision."""
-        columns = self.W_U.detach().index_select(1, ids.to(self.device))
-        return columns.T.to(self.compute_dtype)
+        # Indexing rows of the transpose: index_select would first copy a transposed weight whole.
+        return self.W_U.detach().T[ids.to(self.device)].to(self.compute_dtype)
 
     def unembed_bias(self, ids: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
         """b_U[id] for each id, in our precision."""

@@ -113,9 +113,7 @@ def hooks_to_keep(run: Run, variants: Iterable[Variant]) -> set[str]:
 def _beside(site: Address) -> set[str]:
     """What else of the layer is needed to start again behind a site."""
     match site:
-        case HeadNode(layer, _, "pattern"):
-            return {hook_name(HeadInput(layer, 0, "v")), *_writes(layer)}
-        case HeadInput(layer, _, _):
+        case HeadInput(layer, _, _) | HeadNode(layer, _, "pattern"):
             return {hook_name(HeadInput(layer, 0, which)) for which in ("q", "k", "v")} | _writes(
                 layer
             )

@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -333,11 +334,19 @@ class _Chunk:
         if columns is None:
             logits = view.readout(states)
         else:
+            chosen, bias = self._unembedding
             normed = view.final_norm(states.to(view.compute_dtype))
-            chosen = view.unembed_columns(columns.flatten()).unflatten(0, columns.shape)
-            bias = view.unembed_bias(columns.flatten()).unflatten(0, columns.shape)
-            logits = torch.einsum("vbnm,bkm->vbnk", normed, chosen) + bias[None, :, None]
+            logits = torch.einsum("vbnm,bkm->vbnk", normed, chosen[prompts])
+            logits = logits + bias[prompts][None, :, None]
         return logits if view.softcap is None else view.softcap * torch.tanh(logits / view.softcap)
+
+    @cached_property
+    def _unembedding(self) -> tuple[Tensor, Tensor]:
+        """The columns that the metric reads [rows, k, d_model], and their biases [rows, k]."""
+        columns = self._columns(slice(0, len(self.clean)))
+        assert columns is not None
+        chosen = self.view.unembed_columns(columns.flatten()).unflatten(0, columns.shape)
+        return chosen, self.view.unembed_bias(columns.flatten()).unflatten(0, columns.shape)
 
     def _clean_part(self, prompts: slice) -> Tensor:
         if self._clean_logits is None:
