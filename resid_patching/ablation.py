@@ -75,7 +75,10 @@ _KINDS = """the kinds are
   Resample(source, pairing="rowwise")                   its value in the run `source`
   Path(to="logits", using=Zero(), mlps="recompute")     only one route through the stream"""
 
-Over: TypeAlias = tuple[Literal["batch", "pos"], ...]
+
+def _refusal(message: str) -> AblationError:
+    """An error that shows the kinds."""
+    return AblationError(f"{message}; {_KINDS}")
 
 
 @dataclass(frozen=True)
@@ -103,19 +106,20 @@ class Mean:
             of unequal length by a named position.
     """
 
-    reference: Run
-    over: Over
+    reference: Any = None
+    over: Any = None
     at: Positions = None
 
     def __post_init__(self) -> None:
         _require_run("Mean", "reference", self.reference)
-        over = (self.over,) if isinstance(self.over, str) else tuple(self.over)
-        if set(over) not in ({"batch"}, {"batch", "pos"}) or len(set(over)) < len(over):
-            raise AblationError(
-                f"Mean: over is ('batch',), which keeps position, or ('batch', 'pos'), which does "
-                f"not; got {self.over!r}"
+        over = (self.over,) if isinstance(self.over, str) else self.over
+        names = tuple(sorted(over)) if isinstance(over, tuple | list) else None
+        if names not in (("batch",), ("batch", "pos")):
+            raise _refusal(
+                "Mean: over is ('batch',), which keeps position, or ('batch', 'pos'), which does "
+                f"not, and has no default; got {self.over!r}"
             )
-        object.__setattr__(self, "over", over)
+        object.__setattr__(self, "over", names)
 
     def __str__(self) -> str:
         where = "" if self.at is None else " at named positions"
@@ -137,20 +141,19 @@ class Resample:
         seed: required by `shuffle`, refused by `rowwise`.
     """
 
-    source: Run
-    pairing: Literal["rowwise", "shuffle"] = "rowwise"
-    seed: int | None = None
+    source: Any = None
+    pairing: Any = "rowwise"
+    seed: Any = None
 
     def __post_init__(self) -> None:
         _require_run("Resample", "source", self.source)
         if self.pairing not in ("rowwise", "shuffle"):
-            raise AblationError(
-                f"Resample: pairing is 'rowwise' or 'shuffle', got {self.pairing!r}"
-            )
-        if self.pairing == "shuffle" and self.seed is None:
-            raise AblationError("Resample: a shuffle needs a seed, such as seed=0")
+            raise _refusal(f"Resample: pairing is 'rowwise' or 'shuffle', got {self.pairing!r}")
+        is_number = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if self.pairing == "shuffle" and not is_number:
+            raise _refusal(f"Resample: a shuffle needs a seed, such as seed=0; got {self.seed!r}")
         if self.pairing == "rowwise" and self.seed is not None:
-            raise AblationError("Resample: pairing='rowwise' draws nothing; leave out the seed")
+            raise _refusal("Resample: pairing='rowwise' draws nothing; leave out the seed")
 
     def __str__(self) -> str:
         seed = "" if self.seed is None else f", seed {self.seed}"
@@ -440,12 +443,12 @@ def _require_kind(how: Any) -> Kind:
         asked = f"ablate was given the class {how.__name__}; make one, such as {how.__name__}(...)"
     else:
         asked = f"ablate was given {how!r}, which is no kind of ablation"
-    raise AblationError(f"{asked}; {_KINDS}")
+    raise _refusal(asked)
 
 
 def _require_run(kind: str, name: str, value: Any) -> None:
     if not isinstance(value, Run):
-        raise AblationError(
+        raise _refusal(
             f"{kind}: {name} is a run over the same model, rp.capture(model, prompts); got "
             f"{type(value).__name__}"
         )
@@ -457,10 +460,20 @@ def _sites(view: ModelView, targets: Targets) -> list[Address]:
     sites = [parse(target) for target in targets]
     for site in sites:
         require_site(view, site)
-    if len(set(sites)) < len(sites):
-        twice = next(site for site in sites if sites.count(site) > 1)
-        raise AddressError(f"{twice} was given twice")
+    seen: dict[Address, Address] = {}
+    for site in sites:
+        place = _place(site)
+        if place in seen:
+            other = "" if seen[place] == site else f" (once as {seen[place]})"
+            raise AddressError(f"{site} was given twice{other}")
+        seen[place] = site
     return sites
+
+
+def _place(site: Address) -> Address:
+    """What a site replaces: a head is replaced by its z."""
+    is_z = isinstance(site, HeadNode) and site.which == "z"
+    return Head(site.layer, site.head) if is_z else site
 
 
 class _Fills:

@@ -248,7 +248,8 @@ def single_token(view: ModelView, token: Token, what: str = "answer") -> int:
     if len(ids) == 1:
         return ids[0]
     pieces = ", ".join(f"{token_text(view.tokenizer, i)!r} ({i})" for i in ids) or "nothing"
-    hint = "" if token.startswith(" ") else f" Did you mean {' ' + token!r}?"
+    spaced = not token.startswith(" ") and len(token_ids(view, " " + token)) == 1
+    hint = f" Did you mean {' ' + token!r}?" if spaced else ""
     raise TokenError(
         f"the {what} {token!r} is {len(ids)} tokens of {view.name}, not one: {pieces}.{hint} "
         "Give one token, for instance the first piece that tells the answers apart."
@@ -306,7 +307,11 @@ def token_ids(view: ModelView, text: str) -> list[int]:
     piece = text.replace(" ", "\N{LOWER ONE EIGHTH BLOCK}")
     if piece != text and (found := tokenizer.get_vocab().get(piece)) is not None:
         return [found]
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if len(ids) > 1 and (found := tokenizer.get_vocab().get(text)) is not None:
+        # SentencePiece puts a space before every text; this names the inside of a word.
+        return [found] if token_text(tokenizer, found) == text else ids
+    return ids
 
 
 def token_text(tokenizer: Any | None, token: int) -> str:

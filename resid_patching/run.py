@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from resid_patching.address import Address, hook_name, is_by_position
+from resid_patching.address import Address, Stream, hook_name, is_by_position
 from resid_patching.errors import CacheMismatchError
 from resid_patching.models import ModelView, require
 from resid_patching.prompts import PositionIndex, Positions, PromptLike, Prompts, prepare
@@ -224,9 +224,7 @@ def _bind(reader: RowReader, rows: slice) -> Callable[[Tensor], None]:
     return lambda tensor: reader(tensor.detach(), rows)
 
 
-def _realign(
-    view: ModelView, prompts: Prompts, cache: CacheLike, given: Any
-) -> dict[str, Tensor]:
+def _realign(view: ModelView, prompts: Prompts, cache: CacheLike, given: Any) -> dict[str, Tensor]:
     """The caller's cache with each row moved to begin at position 0."""
     width = given.shape[-1] if isinstance(given, Tensor) else prompts.tokens.shape[1]
     has_batch = getattr(cache, "has_batch_dim", True)
@@ -240,15 +238,22 @@ def _realign(
             continue
         batch_fits = tensor.shape[0] in (1, len(prompts))
         if not batch_fits or tensor.shape[1] != width:
-            raise CacheMismatchError(
-                f"the cache holds {name} as {tuple(tensor.shape)}, but the prompts are "
-                f"{len(prompts)} rows of {width} tokens; pass the ids that the cache was made "
-                "from, batch axis included"
-            )
+            raise _other_shape(name, tensor, prompts, width)
         if tensor.device != view.device and getattr(view.cfg, "n_devices", 1) == 1:
             tensor = tensor.to(view.device)
         aligned[name] = _shift(tensor, prompts.starts)
-    return _with_aliases(view, aligned)
+    found = _with_aliases(view, aligned)
+    start = hook_name(Stream(0, "pre"))  # one row may stand for all in what no prompt changes
+    if start in found and len(found[start]) != len(prompts):
+        raise _other_shape(start, found[start], prompts, width)
+    return found
+
+
+def _other_shape(name: str, tensor: Tensor, prompts: Prompts, width: int) -> CacheMismatchError:
+    return CacheMismatchError(
+        f"the cache holds {name} as {tuple(tensor.shape)}, but the prompts are {len(prompts)} rows "
+        f"of {width} tokens; pass the ids that the cache was made from, batch axis included"
+    )
 
 
 def _shift(tensor: Tensor, starts: tuple[int, ...]) -> Tensor:

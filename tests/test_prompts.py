@@ -389,9 +389,20 @@ def test_an_answer_that_is_one_token_with_its_space_gets_the_hint(backend):
     view = ModelView(zoo.text_model(backend))
     with pytest.raises(TokenError, match="Did you mean ' Mary'"):
         single_token(view, "Mary")
-    with pytest.raises(TokenError) as caught:
-        single_token(view, " basketball")
-    assert "Did you mean" not in str(caught.value)
+    for text in (" basketball", "basketball"):
+        with pytest.raises(TokenError) as caught:
+            single_token(view, text)
+        assert "Did you mean" not in str(caught.value)
+
+
+@backends
+def test_the_inside_of_a_word_is_named_where_texts_get_a_space_put_before_them(backend):
+    """In a vocabulary like SentencePiece's, as in one of bytes."""
+    for kind, text in (("metaspace", "M"), ("byte_level", "M")):
+        view = ModelView(zoo.text_model(backend, kind))
+        token = single_token(view, text)
+        assert token_text(view.tokenizer, token) == text
+        assert token == view.tokenizer.get_vocab()[text]
 
 
 def test_answers_need_a_tokenizer_only_as_text():

@@ -151,7 +151,7 @@ def test_scaling_by_zero_leaves_the_start(backend, cell):
 def test_after_overwriting_the_last_state_is_the_last_write(backend, cell):
     found = report(zoo.build(backend, cell), rp.Overwrite())
     if not cell.parallel:
-        assert_close(found.stream_norm, found.write_norm)
+        assert_close(found.stream_norm.nan_to_num(), found.write_norm.nan_to_num())
         assert_close(found.share.nan_to_num(1), torch.ones_like(found.share))
 
 
@@ -273,7 +273,7 @@ def test_a_position_that_is_not_there_is_refused():
 
 def test_a_model_whose_writes_are_not_what_is_added_is_refused():
     with pytest.raises(StreamMismatchError):
-        report(zoo.named("granite"))
+        report(zoo.named("bert"))
 
 
 # The result

@@ -127,9 +127,9 @@ def _hooked(cell: Cell, dtype: torch.dtype, **changes: Any) -> Any:
 
 
 @functools.cache
-def hooked_variant(**changes: Any) -> Any:
+def hooked_variant(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """Return a HookedTransformer with changes to its configuration; nobody may change it."""
-    return _hooked(Cell(), torch.float64, **changes)
+    return _hooked(Cell(), dtype, **changes)
 
 
 SOFTCAP = 2.0
@@ -316,11 +316,11 @@ def bridge(hf_model: Any, *, folded: bool = False, rms: bool = False, tokenizer:
         model.cfg.uses_rms_norm = model.cfg.final_rms = True
     if folded:
         model.enable_compatibility_mode(disable_warnings=True)
-        _restore_dtype(model, dtype)
+        restore_dtype(model, dtype)
     return model
 
 
-def _restore_dtype(model: Any, dtype: torch.dtype) -> None:
+def restore_dtype(model: Any, dtype: torch.dtype) -> None:
     """Undo a slip of TransformerLens 3.9: folding adds missing biases as float32 zeros."""
     for parameter in model.parameters():
         if parameter.dtype != dtype:

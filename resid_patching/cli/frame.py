@@ -118,9 +118,25 @@ def _quiet_libraries(debug: bool) -> Any:
         warnings.simplefilter("default")
         warnings.showwarning = show
         try:
-            yield
+            with contextlib.nullcontext() if debug else _no_loading_bars():
+                yield
         finally:
             logging.disable(logging.NOTSET)
+
+
+@contextlib.contextmanager
+def _no_loading_bars() -> Any:
+    """Bars of a transformers that was imported before the environment could silence it."""
+    transformers = sys.modules.get("transformers")
+    bars = None if transformers is None else transformers.utils.logging
+    if bars is None or not bars.is_progress_bar_enabled():
+        yield
+        return
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        bars.enable_progress_bar()
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

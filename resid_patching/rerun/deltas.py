@@ -113,7 +113,8 @@ class Deltas:
             closed = self.closed(edits)
             return delta + (self._write(edits, layer) if closed else self._measured(edits, layer))
         delta = delta.clone()
-        for edit in edits:
+        # A state is what it is set to, whatever the embeddings before it were changed to.
+        for edit in sorted(edits, key=lambda edit: isinstance(edit.site, Stream)):
             index, valid, new = self._new(edit)
             row, column = valid.nonzero(as_tuple=True)
             where = (row, index[row, column])

@@ -182,7 +182,7 @@ class _Chunk:
         """Yields (numbers of variants, patched, direct, route) stack by stack."""
         for numbers, route in self._stacks(variants):
             stack = [variants[number] for number in numbers]
-            changed = torch.stack([self.deltas.changed(variant) for variant in stack])
+            changed = torch.stack([self._reached(variant) for variant in stack])
             delta = torch.stack([self.deltas.frozen(variant) for variant in stack])
             delta = delta * changed[:, :, None, None]
             clean = self.clean_rows.to(delta.dtype)
@@ -198,6 +198,13 @@ class _Chunk:
             if bool(changed.any()):
                 total = self._total(stack, delta, route)
             yield numbers, torch.where(changed, total, base), direct, route
+
+    def _reached(self, variant: Variant) -> Tensor:
+        """Which prompts [rows] have a new value from which causality leads to what is read."""
+        changed = self.deltas.changed(variant)
+        if self.whole:  # a hook of the caller may look ahead
+            return changed
+        return changed & (self.read_at >= self._first_changed(variant)[:, None]).any(1)
 
     def _total(self, stack: list[Variant], delta: Tensor, route: Route) -> Tensor:
         if route == "plain":

@@ -112,7 +112,7 @@ class _HookChanges:
         self.view = view
         self.rows = rows
         self.n_prompts = rows.stop - rows.start
-        # Within one hook the order is: whole writes, then biases, then the state they lead to.
+        # Within one hook the order is: embeddings or whole writes, biases, the state they lead to.
         self.changes: dict[str, list[tuple[int, Change]]] = defaultdict(list)
         self.pre: dict[int, Tensor] = {}
         self.reads_pre: set[int] = set()
@@ -152,7 +152,7 @@ class _HookChanges:
                 bias = self.view.b_out(layer).detach()
                 self._put(hook_name(MLP(layer)), 1, self._shifting(number, edit, bias))
             case Embed() | PosEmbed():
-                self._put(hook_name(Stream(0, "pre")), 0, self._moving_start(number, edit))
+                self._put(hook_name(Stream(0, "pre")), -1, self._moving_start(number, edit))
             case Stream(layer, "mid"):
                 # TransformerBridge's hook_resid_mid reaches the MLP but not the skip path, so the
                 # state is set by what the attention layer adds.

@@ -1,0 +1,455 @@
+"""`resid-patching ablate`: what replacing parts of the model does, as a table, JSON and CSV."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from resid_patching.cli.effects import join, print_effect
+from resid_patching.cli.frame import (
+    Parser,
+    UsageError,
+    add_answer_flags,
+    add_model_flags,
+    add_output_flags,
+    add_prompt_flags,
+    console,
+    count,
+    load_model,
+    print_line,
+    print_model,
+    print_tokens,
+    printable,
+    read_lines,
+    read_prompts,
+    require_writable,
+)
+from resid_patching.cli.progress import Progress
+from resid_patching.cli.text import TextWindows, require_text
+
+if TYPE_CHECKING:
+    from resid_patching.ablation import Effect
+    from resid_patching.models import ModelView
+    from resid_patching.prompts import Prompts
+    from resid_patching.run import Run
+
+_WINDOW = 512
+_METRICS = ("logit-diff", "logit", "prob", "loss", "kl", "top1-change")
+_SWEEPS = {
+    "heads": "every head",
+    "layers": "every attention layer and MLP",
+    "streams": "every stream state",
+}
+_KINDS = {
+    "zero": "the target writes nothing",
+    "mean": "the target is replaced by its mean over other prompts",
+    "resample": "the target is replaced by its value on other prompts",
+}
+
+
+def build_parser(prog: str) -> argparse.ArgumentParser:
+    """The flags of `ablate`, one sub-command a kind."""
+    parser = Parser(
+        prog=prog,
+        description="Replaces parts of the model and measures what that does to a metric. The "
+        "kind comes first, because zero, mean and resample answer different questions.",
+        epilog=f"Each kind explains itself: {prog} zero --help",
+    )
+    kinds = parser.add_subparsers(
+        title="kinds", dest="kind", metavar="zero|mean|resample", required=True
+    )
+    for kind, text in _KINDS.items():
+        _add_flags(kinds.add_parser(kind, help=text, description=f"{kind}: {text}."), kind)
+    return parser
+
+
+def _add_flags(parser: argparse.ArgumentParser, kind: str) -> None:
+    parser.add_argument(
+        "targets",
+        nargs="*",
+        metavar="TARGET",
+        help="attn.6, mlp.0, 9.9 (a head), embed, resid_pre.6, 9.9.z, ...",
+    )
+    sweeps = "; ".join(f"{name}: {text}" for name, text in _SWEEPS.items())
+    parser.add_argument("--sweep", choices=tuple(_SWEEPS), help=f"also {sweeps}")
+    parser.add_argument(
+        "--joint", action="store_true", help="replace all targets together (unset: one at a time)"
+    )
+    parser.add_argument(
+        "--positions",
+        type=int,
+        metavar="P",
+        help="replace at this position alone, from 0, or from the end if negative (unset: all)",
+    )
+    _add_kind_flags(parser, kind)
+    _add_input_flags(parser)
+    parser.add_argument(
+        "--top", type=count, default=15, metavar="N", help="rows shown (default: 15)"
+    )
+    add_model_flags(parser)
+    add_output_flags(parser)
+
+
+def _add_kind_flags(parser: argparse.ArgumentParser, kind: str) -> None:
+    windows = "; with --text: a text, cut into windows like it"
+    if kind == "mean":
+        parser.add_argument(
+            "--reference",
+            metavar="FILE",
+            required=True,
+            help=f"what the mean is taken over: a UTF-8 file, one prompt a line{windows}",
+        )
+        parser.add_argument(
+            "--over",
+            required=True,
+            choices=("batch", "batch,pos"),
+            metavar="batch|batch,pos",
+            help="batch: one mean for each position; batch,pos: one for all positions",
+        )
+    if kind == "resample":
+        parser.add_argument(
+            "--source",
+            metavar="FILE",
+            required=True,
+            help=f"where values come from: a UTF-8 file, one prompt a line{windows}",
+        )
+        parser.add_argument(
+            "--pairing",
+            default="rowwise",
+            choices=("rowwise", "shuffle"),
+            help="rowwise: prompt i takes the values of source i; shuffle: of a drawn one, never "
+            "its own (default: rowwise)",
+        )
+        parser.add_argument("--seed", type=int, metavar="N", help="the seed of the shuffle")
+
+
+def _add_input_flags(parser: argparse.ArgumentParser) -> None:
+    add_prompt_flags(parser)
+    parser.add_argument(
+        "--text", metavar="FILE", help="a UTF-8 text of any length, cut into windows of tokens"
+    )
+    parser.add_argument(
+        "--length",
+        type=count,
+        metavar="N",
+        help=f"tokens of a window, its first token included (default: {_WINDOW}, or the context "
+        "where that is shorter)",
+    )
+    parser.add_argument(
+        "--limit", type=count, metavar="N", help="windows taken from the text (unset: all)"
+    )
+    parser.add_argument(
+        "--metric",
+        choices=_METRICS,
+        help="what is measured (unset: logit-diff with --answer and --foil, loss with --text)",
+    )
+    add_answer_flags(parser)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What the flags give, read and checked before the model is loaded.
+
+    Attributes:
+        prompts: the prompts, or None for a text.
+        answers: an answer for each prompt (for a text: for all windows).
+        foils: likewise.
+        metric: the metric's name.
+        other: the lines of the reference or source; None for a text or where there is none.
+    """
+
+    prompts: list[str] | None
+    answers: list[str] | None
+    foils: list[str] | None
+    metric: str
+    other: list[str] | None
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Ablates the targets and prints what that did."""
+    inputs = _read_inputs(arguments)
+    require_writable(arguments.json, arguments.csv)
+    model, stand_in = load_model(arguments)
+
+    from resid_patching.models import ModelView
+    from resid_patching.result import write_text
+
+    view = ModelView(model)
+    sites = _targets(view, arguments)
+    with Progress() as progress:
+        if inputs.prompts is None:
+            effect, shown = _on_text(view, sites, arguments, inputs, progress)
+        else:
+            effect, shown = _on_prompts(view, sites, arguments, inputs, progress)
+    if arguments.json is not None:
+        write_text(arguments.json, _as_json(effect, arguments, inputs, stand_in))
+    if arguments.csv is not None:
+        write_text(arguments.csv, effect.to_frame().to_csv(index=False))
+    out = console()
+    print_model(out, view, effect.provenance, stand_in)
+    out.print()
+    if isinstance(shown, TextWindows):
+        _print_text(out, effect, shown)
+    else:
+        print_tokens(out, shown)
+    print_effect(out, effect, top=arguments.top, grid=arguments.sweep == "heads")
+
+
+# What was asked
+
+
+def _read_inputs(arguments: argparse.Namespace) -> _Inputs:
+    if not arguments.targets and arguments.sweep is None:
+        raise UsageError(
+            "no target was given; name one, such as attn.6 or 9.9, or --sweep heads|layers|streams"
+        )
+    _require_seed(arguments)
+    other = getattr(arguments, "reference", None) or getattr(arguments, "source", None)
+    if arguments.text is not None:
+        if arguments.prompt or arguments.prompts:
+            raise UsageError("--text does not go with --prompt or --prompts; give one of them")
+        for path in filter(None, (arguments.text, other)):
+            require_text(path)
+        answers, foils = _once("answer", arguments.answer), _once("foil", arguments.foil)
+        metric = _metric_name(arguments.metric or "loss", answers, foils)
+        return _Inputs(None, answers, foils, metric, None)
+    for flag in ("length", "limit"):
+        if getattr(arguments, flag) is not None:
+            raise UsageError(f"--{flag} cuts a --text into windows; none was given")
+    prompts, answers, foils = read_prompts(arguments)
+    metric = _metric_name(arguments.metric, answers, foils)
+    lines = None if other is None else read_lines(other)
+    return _Inputs(prompts, answers, foils, metric, lines)
+
+
+def _require_seed(arguments: argparse.Namespace) -> None:
+    pairing, seed = getattr(arguments, "pairing", None), getattr(arguments, "seed", None)
+    if pairing == "shuffle" and seed is None:
+        raise UsageError("--pairing shuffle draws at random and needs a seed, such as --seed 0")
+    if pairing == "rowwise" and seed is not None:
+        raise UsageError("--pairing rowwise draws nothing; leave out --seed, or give shuffle")
+
+
+def _once(name: str, given: list[str] | None) -> list[str] | None:
+    if given is not None and len(given) > 1:
+        raise UsageError(f"--{name} is given once with --text, for all windows")
+    return given
+
+
+def _metric_name(asked: str | None, answers: list[str] | None, foils: list[str] | None) -> str:
+    """The metric, and whether it has the tokens it needs and no others."""
+    if asked is None:
+        if not (answers and foils):
+            raise UsageError(
+                "no metric was given; give --answer and --foil for their logit difference, or "
+                f"--metric {'|'.join(_METRICS)}"
+            )
+        asked = "logit-diff"
+    needs_answer, needs_foil = asked in ("logit-diff", "logit", "prob"), asked == "logit-diff"
+    for flag, given, needed in (("answer", answers, needs_answer), ("foil", foils, needs_foil)):
+        if needed and not given:
+            raise UsageError(f'--metric {asked} needs --{flag}, such as --{flag} " Mary"')
+        if given and not needed:
+            raise UsageError(f"--metric {asked} reads no --{flag}; leave it out")
+    return asked
+
+
+def _targets(view: ModelView, arguments: argparse.Namespace) -> list[Any]:
+    from resid_patching.ablation import heads, streams, writers
+    from resid_patching.address import MLP, Attn, parse
+
+    named = [parse(text) for text in arguments.targets]
+    match arguments.sweep:
+        case "heads":
+            swept: list[Any] = list(heads(view))
+        case "layers":
+            swept = [writer for writer in writers(view) if isinstance(writer, Attn | MLP)]
+        case "streams":
+            swept = list(streams(view))
+        case _:
+            swept = []
+    return named + [site for site in swept if site not in named]
+
+
+def _metric(name: str, answers: Any, foils: Any, *, on_text: bool) -> Any:
+    from resid_patching import metrics
+
+    match name:
+        case "logit-diff":
+            return metrics.logit_diff(answers, foils)
+        case "logit":
+            return metrics.logit(answers)
+        case "prob":
+            return metrics.prob(answers)
+        case "loss":
+            return metrics.loss()
+        case "kl":
+            return metrics.kl(position=None if on_text else -1)
+        case _:
+            return metrics.top1_change()
+
+
+# Running
+
+
+def _on_prompts(
+    view: ModelView,
+    sites: list[Any],
+    arguments: argparse.Namespace,
+    inputs: _Inputs,
+    progress: Progress,
+) -> tuple[Effect, Prompts]:
+    from resid_patching.run import capture
+
+    prompts = inputs.prompts
+    assert prompts is not None
+    captured = capture(view, prompts, prepend_bos=arguments.prepend_bos)
+    other = None
+    if inputs.other is not None:
+        other = capture(view, inputs.other, prepend_bos=arguments.prepend_bos)
+    metric = _metric(inputs.metric, _shared(inputs.answers), _shared(inputs.foils), on_text=False)
+    progress.expect(len(prompts))
+    found = _ablate(captured, sites, _kind(arguments, other), metric, arguments, progress)
+    return found, captured.prompts
+
+
+def _shared(tokens: list[str] | None) -> list[str] | str | None:
+    """One token where all prompts have the same, so that messages can name it."""
+    return tokens[0] if tokens and len(set(tokens)) == 1 else tokens
+
+
+def _on_text(
+    view: ModelView,
+    sites: list[Any],
+    arguments: argparse.Namespace,
+    inputs: _Inputs,
+    progress: Progress,
+) -> tuple[Effect, TextWindows]:
+    """Ablates a text group by group of its windows, so that memory does not grow with it."""
+    from resid_patching.run import capture
+
+    aligned = arguments.kind == "resample" or getattr(arguments, "over", None) == "batch"
+    windows = _windows(view, arguments, arguments.text, aligned)
+    other = None
+    if arguments.kind == "mean":
+        other = _whole_text(view, _windows(view, arguments, arguments.reference, aligned))
+    sources = _sources(view, arguments)
+    answer = inputs.answers[0] if inputs.answers else None
+    foil = inputs.foils[0] if inputs.foils else None
+    metric = _metric(inputs.metric, answer, foil, on_text=True)
+    parts = []
+    for prompts in windows.groups():
+        progress.expect(windows.estimate)
+        captured = capture(view, prompts)
+        if arguments.kind == "resample":
+            other = _source_of(captured, next(sources, None), arguments)
+        kind = _kind(arguments, other)
+        parts.append(_ablate(captured, sites, kind, metric, arguments, progress))
+    return join(parts, windows.hash, windows.n_windows), windows
+
+
+def _windows(view: ModelView, arguments: argparse.Namespace, path: str, whole: bool) -> TextWindows:
+    length = arguments.length or min(_WINDOW, view.n_ctx)
+    return TextWindows(view, path, length, arguments.prepend_bos, arguments.limit, whole)
+
+
+def _whole_text(view: ModelView, windows: TextWindows) -> Run:
+    """All windows of a text as one run; a mean streams over it and keeps nothing of it."""
+    from resid_patching.run import capture
+
+    rows = [
+        row[:length]
+        for prompts in windows.groups()
+        for row, length in zip(prompts.tokens.tolist(), prompts.lengths, strict=True)
+    ]
+    return capture(view, rows)
+
+
+def _sources(view: ModelView, arguments: argparse.Namespace) -> Iterator[Prompts]:
+    if arguments.kind != "resample":
+        return iter(())
+    return _windows(view, arguments, arguments.source, True).groups()
+
+
+def _source_of(ours: Run, theirs: Prompts | None, arguments: argparse.Namespace) -> Run:
+    """The source's windows that go with a group of the text's."""
+    from resid_patching.run import capture
+
+    found = 0 if theirs is None else len(theirs)
+    rowwise = arguments.pairing == "rowwise"
+    if theirs is None or (rowwise and found < len(ours)):
+        raise UsageError(
+            f"{arguments.source} has fewer windows than {arguments.text}; give a longer source, "
+            "or --limit the windows"
+        )
+    tokens = theirs.tokens[: len(ours)] if rowwise else theirs.tokens
+    return capture(ours.view, tokens.tolist())
+
+
+def _kind(arguments: argparse.Namespace, other: Run | None) -> Any:
+    from resid_patching.ablation import Mean, Resample, Zero
+
+    if arguments.kind == "zero":
+        return Zero()
+    assert other is not None
+    if arguments.kind == "mean":
+        return Mean(other, over=tuple(arguments.over.split(",")))
+    return Resample(other, pairing=arguments.pairing, seed=arguments.seed)
+
+
+def _ablate(
+    captured: Run,
+    sites: list[Any],
+    kind: Any,
+    metric: Any,
+    arguments: argparse.Namespace,
+    progress: Progress,
+) -> Effect:
+    from resid_patching.ablation import ablate
+
+    n_variants = 1 if arguments.joint else len(sites)
+    return ablate(
+        captured,
+        sites,
+        kind,
+        metric=metric,
+        positions=arguments.positions,
+        joint=arguments.joint,
+        progress=progress.ticker(captured, n_variants),
+    )
+
+
+# Files
+
+
+def _as_json(
+    effect: Effect, arguments: argparse.Namespace, inputs: _Inputs, stand_in: str | None
+) -> str:
+    """The result, readable by `Effect.from_json`, with what the command knew beside it."""
+    body = json.loads(effect.to_json())
+    body["command"] = f"ablate {arguments.kind}"
+    body["stand_in"] = stand_in
+    body["prompts"] = inputs.prompts
+    body["text"] = arguments.text
+    for flag in ("reference", "over", "source", "pairing", "seed"):
+        if hasattr(arguments, flag):
+            body[flag] = getattr(arguments, flag)
+    if effect.weights is not None:
+        frame = effect.perplexity.replace([math.inf], None)
+        body["perplexity"] = frame.to_dict("records")
+    return json.dumps(body, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+
+
+def _print_text(out: Any, effect: Effect, windows: TextWindows) -> None:
+    n, length = windows.n_windows, windows.length
+    start = ", each from a beginning-of-sequence token" if effect.provenance.bos else ""
+    print_line(
+        out,
+        "text",
+        f"{printable(windows.path)}:",
+        f"{windows.n_tokens} tokens in {n} window{'s' * (n > 1)} of up to {length}{start}",
+    )

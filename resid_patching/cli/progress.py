@@ -1,0 +1,49 @@
+"""The progress bar of long work."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from resid_patching.run import Run
+
+
+class Progress:
+    """A bar on stderr over (target, prompt) pairs; off when stderr is no terminal."""
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+        self.n_prompts = 0
+        self.done = 0
+
+    def __enter__(self) -> Progress:
+        from tqdm import tqdm
+
+        # Short work ends before the bar would appear.
+        self.bar = tqdm(file=sys.stderr, disable=None, delay=2, unit="run", leave=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def expect(self, n_prompts: int) -> None:
+        """Sets how many prompts there are, or about are, in all."""
+        self.n_prompts = n_prompts
+
+    def ticker(self, run: Run, n_variants: int) -> Callable[[int], None]:
+        """What an ablation of a run's prompts calls when variants of a chunk are done."""
+        from resid_patching.rerun.engine import prompt_chunks
+
+        self.bar.total = max(self.n_prompts, len(run)) * n_variants
+        chunks = [rows.stop - rows.start for rows in prompt_chunks(run, 0)]
+        seen = 0
+
+        def tick(n: int) -> None:
+            nonlocal seen
+            chunk = min(seen // max(1, n_variants), len(chunks) - 1)
+            seen += n
+            self.bar.update(n * chunks[chunk])
+
+        return tick
