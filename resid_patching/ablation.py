@@ -472,8 +472,9 @@ def _sites(view: ModelView, targets: Targets) -> list[Address]:
 
 def _place(site: Address) -> Address:
     """What a site replaces: a head is replaced by its z."""
-    is_z = isinstance(site, HeadNode) and site.which == "z"
-    return Head(site.layer, site.head) if is_z else site
+    if isinstance(site, HeadNode) and site.which == "z":
+        return Head(site.layer, site.head)
+    return site
 
 
 class _Fills:

@@ -134,7 +134,9 @@ def zero_sweep(model: Any, position: int | None, repeats: int) -> dict[str, Any]
 
 def main() -> None:
     """Runs the rows and prints them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--backend", choices=("hooked", "bridge"), default="bridge")

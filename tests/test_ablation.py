@@ -148,7 +148,8 @@ def test_targets_together_agree_with_the_reference_in_any_order(toy, kind):
         sites = fitting(kind, sites)
         for positions in POSITIONS:
             base, total, direct = expected_rows(toy, kind, sites, positions)
-            orders = [sites, in_another_order(sites)] if positions is None else [sites]
+            both = kind == "zero" and positions is None
+            orders = [sites, in_another_order(sites)] if both else [sites]
             for order in orders:
                 effect = rp.ablate(run, order, how, metric=metric, positions=positions, joint=True)
                 assert effect.targets == (" + ".join(order),)

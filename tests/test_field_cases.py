@@ -491,6 +491,39 @@ def test_K19_the_first_word_of_a_text_has_other_ids_than_the_same_word_later(bac
     assert mary in later.tokens[0].tolist() and mary not in first.tokens[0].tolist()
 
 
+@pytest.fixture(scope="module")
+def gpt2_vocabulary(shared_dir):
+    """A small random model with GPT-2's own tokenizer, on each backend."""
+    folder = zoo.gpt2_tokenizer_folder(shared_dir / "data" / "gpt2_tokenizer")
+    return {backend: rp.load(folder, backend=backend) for backend in zoo.BACKENDS}
+
+
+@pytest.mark.shared
+@backends
+def test_K05_K12_K13_K19_with_the_vocabulary_of_gpt2(gpt2_vocabulary, backend):
+    model = gpt2_vocabulary[backend]
+    hello = rp.capture(model, "Hello", prepend_bos=False).prompts
+    assert hello.tokens.tolist() == [[15496]]
+    assert rp.capture(model, "Hello").prompts.tokens.tolist() == [[50256, 15496]]
+    assert rp.capture(model, torch.tensor([15496])).prompts.tokens.tolist() == [[15496]]
+
+    assert attribute(model, "3 + 5 =", " 8", " 6").answers == (807,)
+    with pytest.warns(AnswerWarning, match="is token 23; .* is token 807"):
+        assert attribute(model, "3 + 5 =", "8", " 6").answers == (23,)
+
+    first, later = (rp.capture(model, t).prompts for t in ("Mary gave", "When Mary gave"))
+    assert first.token_texts[0][1:] == ("Mary", " gave")
+    assert later.token_texts[0][1:] == ("When", " Mary", " gave")
+    assert first.tokens[0, 1] != later.tokens[0, 2]
+
+
+@pytest.mark.shared
+@backends
+def test_K17_an_emoji_in_the_vocabulary_of_gpt2(gpt2_vocabulary, backend):
+    shown = rp.capture(gpt2_vocabulary[backend], "so 😀!", prepend_bos=False).prompts.token_texts[0]
+    assert shown == ("so", " \\xf0\\x9f\\x98", "\\x80", "!")
+
+
 # Models, dtypes, devices
 
 

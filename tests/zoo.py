@@ -13,6 +13,7 @@ import copy
 import functools
 import itertools
 import json
+import shutil
 import tempfile
 import types
 from collections.abc import Callable, Iterator
@@ -451,6 +452,22 @@ def text_folder(kind: str = "byte_level") -> Path:
         tokenizer = byte_level_tokenizer(padding_side=side)
         config = gpt2_config(len(tokenizer))
     return save(folder, config, tokenizer)
+
+
+@functools.cache
+def gpt2_tokenizer_folder(tokenizer_files: Path) -> Path:
+    """Return the folder of a small random GPT-2 that reads GPT-2's own vocabulary."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        save_config(scratch() / "gpt2_tokenizer_config", gpt2_config(50257), tokenizer_files)
+    )
+    return save(scratch() / "gpt2_tokenizer", gpt2_config(50257), tokenizer)
+
+
+def save_config(folder: Path, config: Any, files: Path) -> Path:
+    """Save a config beside copies of the files of a tokenizer."""
+    shutil.copytree(files, folder)
+    config.save_pretrained(folder)
+    return folder
 
 
 @functools.cache

@@ -23,14 +23,12 @@ RAGGED_OTHERS = [[1, 2, 3], [44, 43, 42, 41, 40], [8, 7, 6, 5, 4, 3, 2, 1]]
 
 HOOKED_CELLS = (
     zoo.Cell(),
-    zoo.Cell("RMS"),
-    zoo.Cell(parallel=True),
-    zoo.Cell(grouped=True, folded=True),
+    zoo.Cell(parallel=True, folded=True),
     zoo.Cell("RMS", parallel=True, grouped=True),
     zoo.Cell("RMS", grouped=True, folded=True),
 )
-BRIDGE_CELLS = (zoo.Cell("RMS"), zoo.Cell(parallel=True, grouped=True), HOOKED_CELLS[-1])
-BRIDGES = ("gpt2_untied raw", "gpt2_untied folded", "neox_parallel raw", "neox_sequential folded")
+BRIDGES = ("gpt2_untied raw", "neox_parallel raw", "neox_sequential folded")
+BRIDGE_CELLS = HOOKED_CELLS[-2:]
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from resid_patching.cli.frame import (
     Parser,
-    UsageError,
     add_model_flags,
     add_output_flags,
+    add_prompt_flags,
     bar,
     console,
-    fancy,
+    count,
     load_model,
+    new_table,
+    print_line,
+    print_model,
     printable,
     quoted,
-    read_lines,
+    read_prompts,
     require_writable,
 )
 
@@ -35,14 +38,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         description="What each component of the model wrote directly towards the answer and "
         "against the foil. The rows sum to the model's own logit difference.",
     )
-    parser.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times"
-    )
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="a UTF-8 file, one prompt a line, or prompt<TAB>answer<TAB>foil",
-    )
+    add_prompt_flags(parser)
     parser.add_argument(
         "--answer",
         action="append",
@@ -64,7 +60,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         help="the grain of the rows (default: head)",
     )
     parser.add_argument(
-        "--top", type=_count, default=15, metavar="N", help="rows shown (default: 15)"
+        "--top", type=count, default=15, metavar="N", help="rows shown (default: 15)"
     )
     parser.add_argument(
         "--position",
@@ -78,16 +74,9 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a number of rows; give 1 or more")
-    return value
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Attributes the prompts and prints what was found."""
-    prompts, answers, foils = _read_prompts(arguments)
+    prompts, answers, foils = read_prompts(arguments)
     require_writable(arguments.json, arguments.csv)
     model, stand_in = load_model(arguments)
 
@@ -107,42 +96,6 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.csv is not None:
         write_text(arguments.csv, found.to_frame().to_csv(index=False))
     _print(captured, found, predictions, stand_in, arguments.top)
-
-
-def _read_prompts(
-    arguments: argparse.Namespace,
-) -> tuple[list[str], list[str] | None, list[str] | None]:
-    prompts, answers, foils = list(arguments.prompt or []), arguments.answer, arguments.foil
-    if arguments.prompts is not None:
-        rows = [line.split("\t") for line in read_lines(arguments.prompts)]
-        columns = {len(row) for row in rows}
-        if len(columns) > 1 or max(columns) > 3 or (max(columns) > 1 and prompts):
-            raise UsageError(
-                f"{arguments.prompts}: every line is a prompt, or prompt<TAB>answer, or "
-                "prompt<TAB>answer<TAB>foil, all alike"
-            )
-        prompts += [row[0] for row in rows]
-        if columns == {2} or columns == {3}:
-            if answers or foils:
-                raise UsageError(
-                    f"{arguments.prompts} holds the answers; leave out --answer and --foil"
-                )
-            answers = [row[1] for row in rows]
-            foils = [row[2] for row in rows] if columns == {3} else None
-    if not prompts:
-        raise UsageError('no prompt was given; use --prompt "..." or --prompts FILE')
-    return prompts, _spread("answer", answers, prompts), _spread("foil", foils, prompts)
-
-
-def _spread(name: str, given: list[str] | None, prompts: list[str]) -> list[str] | None:
-    if given is None or len(given) == len(prompts):
-        return given
-    if len(given) == 1:
-        return given * len(prompts)
-    raise UsageError(
-        f"--{name} was given {len(given)} times for {len(prompts)} prompts; give it once, or "
-        "once for each prompt"
-    )
 
 
 def _predictions(run: Run, position: int) -> list[list[tuple[int, str, float]]]:
@@ -183,29 +136,10 @@ def _print(
     top: int,
 ) -> None:
     out = console()
-    view, origin = run.view, found.provenance
-    if stand_in is not None:
-        _line(out, "note", *stand_in.split(": "))
-    _line(
-        out,
-        "model",
-        f"{printable(origin.model)} ({origin.backend}, TransformerLens {origin.transformer_lens}),",
-        f"{origin.processing}, {origin.dtype}, {view.n_layers} layers of {view.n_heads} heads",
-    )
+    print_model(out, run.view, found.provenance, stand_in)
     for number in range(len(run)):
         _print_prompt(out, found, predictions[number], number)
     _print_rows(out, found, top)
-
-
-def _line(out: Any, name: str, *items: str) -> None:
-    """A named line of items, wrapped between them."""
-    width, line = max(40, out.width), f"{name:<8} "
-    for number, item in enumerate(items):
-        if number and len(line) + len(item) > width:
-            out.print(line.rstrip(), soft_wrap=True)
-            line = " " * 9
-        line += item + "  "
-    out.print(line.rstrip(), soft_wrap=True)
 
 
 def _print_prompt(
@@ -213,13 +147,13 @@ def _print_prompt(
 ) -> None:
     tokens = found.token_texts[number]
     out.print()
-    _line(out, "tokens", *(f"{p} {quoted(text)}" for p, text in enumerate(tokens)))
-    _line(out, "next", *(f"{quoted(text)} {p:.1%}" for _, text, p in predictions))
+    print_line(out, "tokens", *(f"{p} {quoted(text)}" for p, text in enumerate(tokens)))
+    print_line(out, "next", *(f"{quoted(text)} {p:.1%}" for _, text, p in predictions))
     position = int(found.position_index[number, 0])
     foil = "the vocabulary mean"
     if found.foil_texts is not None:
         foil = quoted(found.foil_texts[number])
-    _line(
+    print_line(
         out,
         "score",
         f"{quoted(found.answer_texts[number])} against {foil}",
@@ -243,7 +177,7 @@ def _print_rows(out: Any, found: Attribution, top: int) -> None:
         title += f": mean over {values.shape[1]} prompts, and standard deviation"
     out.print()
     out.print(title)
-    table = _table(several)
+    table = new_table("row", "logits", *(["sd"] if several else []), "")
     largest = max(abs(float(mean[number])) for number in [*shown, *constants])
     for number in [*shown, *constants]:
         value = float(mean[number])
@@ -256,20 +190,6 @@ def _print_rows(out: Any, found: Attribution, top: int) -> None:
             table.add_row(*cells, "")
     out.print(table)
     _print_sum(out, found, several)
-
-
-def _table(several: bool) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    style = box.SIMPLE_HEAD if fancy() else box.ASCII2
-    table = Table(box=style, pad_edge=False, show_edge=False)
-    table.add_column("row", no_wrap=True)
-    table.add_column("logits", justify="right", no_wrap=True)
-    if several:
-        table.add_column("sd", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    return table
 
 
 def _print_sum(out: Any, found: Attribution, several: bool) -> None:
