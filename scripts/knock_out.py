@@ -10,6 +10,7 @@ sweep, nothing is written here.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import sys
 import warnings
@@ -68,7 +69,8 @@ def knock_out(n_prompts: int, n_heads: int, seed: int) -> dict[str, object]:
         return float((patched > 0).double().mean()), float(patched.mean())
 
     others = [head for head in sweep.targets if head not in found]
-    controls = [rng.sample(others, len(found)) for _ in range(5)]
+    sets = list(itertools.combinations(others, len(found)))
+    controls = [list(heads) for heads in rng.sample(sets, 5)]
     clean = sweep.baseline
     return {
         "by attribution": by_attribution,

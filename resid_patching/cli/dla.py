@@ -159,6 +159,7 @@ def _print_prompt(
         f"{quoted(found.answer_texts[number])} against {foil}",
         f"after position {position} ({quoted(tokens[position])}):",
         f"{float(found.model_value[number, 0]):+.4f} logits",
+        gap=" ",
     )
 
 

@@ -383,14 +383,14 @@ def bar(value: float, largest: float, width: int = 16) -> str:
     return f"{filled if value < 0 else '':>{width}}{axis}{filled if value > 0 else '':<{width}}"
 
 
-def print_line(out: Console, name: str, *items: str) -> None:
+def print_line(out: Console, name: str, *items: str, gap: str = "  ") -> None:
     """A named line of items, wrapped between them."""
     width, line = max(40, out.width), f"{name:<8} "
     for number, item in enumerate(items):
         if number and len(line) + len(item) > width:
             out.print(line.rstrip(), soft_wrap=True)
             line = " " * 9
-        line += item + "  "
+        line += item + gap
     out.print(line.rstrip(), soft_wrap=True)
 
 
@@ -403,6 +403,7 @@ def print_model(out: Console, view: Any, origin: Any, stand_in: str | None) -> N
         "model",
         f"{printable(origin.model)} ({origin.backend}, TransformerLens {origin.transformer_lens}),",
         f"{origin.processing}, {origin.dtype}, {view.n_layers} layers of {view.n_heads} heads",
+        gap=" ",
     )
 
 
