@@ -30,7 +30,7 @@ demo: $(STAMP) ## direct logit attribution on the shipped model (LANE=tl4: with 
 		--answer " Mary" --foil " John"
 
 test: $(STAMP) ## the tests that need no large model (LANE=tl4: with TransformerLens 4)
-	$(BIN)/python -m pytest -m "not real"
+	$(BIN)/python -m pytest -m "not real" -n auto --dist loadfile
 
 test-real: $(STAMP) ## prepare SmolLM2-135M, then the tests that need it
 	$(BIN)/python scripts/prepare_smollm2.py

@@ -13,9 +13,12 @@ has to be run again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 
 from resid_patching.address import (
@@ -33,7 +36,7 @@ from resid_patching.address import (
     Stream,
     hook_name,
 )
-from resid_patching.errors import AddressError
+from resid_patching.errors import AddressError, UnsupportedModelError
 from resid_patching.models import ModelView
 from resid_patching.prompts import PositionIndex
 
@@ -144,3 +147,58 @@ def _require_part(view: ModelView, site: Address) -> None:
     name = clean_hook(site)
     if name is not None and name not in view.hook_points:
         raise AddressError(f"{site} cannot be read: {view.name} ({view.kind}) has no hook {name}")
+
+
+_acting: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], set[str]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def require_acting(view: ModelView, sites: Iterable[Address]) -> None:
+    """Raises where what is put at a head's q, k, v or pattern does not reach the layer's write.
+
+    TransformerBridge leaves the attention of some models to the wrapped module, and shows its
+    pattern only afterwards: the hook fires, and an edit there is thrown away.
+
+    Raises:
+        UnsupportedModelError: the edit is thrown away.
+        HookNotFiredError: the hook never fires.
+    """
+    inside = {hook_name(site): site for site in sites if _is_inside_attention(site)}
+    if not inside:
+        return
+    fingerprint = view.fingerprint()
+    known = _acting.get(view.model)
+    if known is None or known[0] != fingerprint:
+        known = _acting[view.model] = (fingerprint, set())
+    for name in inside.keys() - known[1]:
+        site = inside[name]
+        if not _acts(view, name, hook_name(Attn(site.layer))):
+            raise UnsupportedModelError(
+                f"{site} cannot be replaced: {view.name} ({view.kind}) has used the value before "
+                f"its hook {name} shows it, and throws an edit away. Replace z instead."
+            )
+        known[1].add(name)
+
+
+def _is_inside_attention(site: Address) -> TypeGuard[HeadInput | HeadNode]:
+    is_pattern = isinstance(site, HeadNode) and site.which == "pattern"
+    return is_pattern or isinstance(site, HeadInput)
+
+
+def _acts(view: ModelView, name: str, write: str) -> bool:
+    """Whether noise at a hook changes what the layer writes, on a few tokens."""
+    tokens = torch.arange(min(4, view.n_ctx), device=view.input_device)[None] % view.d_vocab
+    generator = torch.Generator().manual_seed(0)
+    seen: list[Tensor] = []
+
+    def disturb(activation: Tensor) -> Tensor:
+        noise = torch.rand(activation.shape, generator=generator)
+        return activation + noise.to(activation)
+
+    def read(activation: Tensor) -> None:
+        seen.append(activation.detach().clone())
+
+    view.forward(tokens, {write: read})
+    view.forward(tokens, {name: disturb, write: read})
+    return not torch.equal(seen[0], seen[-1])

@@ -31,7 +31,7 @@ from resid_patching.models import ModelView, Reader
 from resid_patching.prompts import PositionIndex
 from resid_patching.rerun.clean import Clean, hooks_to_keep
 from resid_patching.rerun.deltas import Deltas
-from resid_patching.rerun.edits import Variant, stage
+from resid_patching.rerun.edits import Variant, require_acting, stage
 from resid_patching.rerun.plain import NotPlain, PlainBlocks
 from resid_patching.rerun.replay import hook_changes
 from resid_patching.run import Run
@@ -97,6 +97,10 @@ def rerun(
         reading: what the metric reads.
         routes: routes that may be taken, best first; `full` is always allowed.
         progress: called with the number of (variant, prompt chunk) pairs just done.
+
+    Raises:
+        UnsupportedModelError: the model throws away what is put at a hook.
+        HookNotFiredError: a hook is never called.
     """
     view = run.view
     new = {"dtype": view.compute_dtype, "device": view.device}
@@ -105,6 +109,7 @@ def rerun(
     direct = patched.clone()
     taken: set[Route] = set()
     names = hooks_to_keep(run, variants)
+    require_acting(view, (edit.site for variant in variants for edit in variant))
     for rows in prompt_chunks(run, len(names)):
         chunk = _Chunk(run, rows, names, reading, routes)
         baseline[rows] = chunk.baseline
