@@ -73,7 +73,7 @@ _KINDS = """the kinds are
   Zero()                                                the target writes nothing
   Mean(reference, over=("batch",))                      its mean over the runs of `reference`
   Resample(source, pairing="rowwise")                   its value in the run `source`
-  Path(to="logits", using=Zero(), mlps="recompute")     only one route through the stream"""
+  Path(to="logits", using=Zero(), mlps="recompute")     only one route (not in this version yet)"""
 
 
 def _refusal(message: str) -> AblationError:

@@ -381,6 +381,16 @@ def test_hooks_of_the_caller_make_every_run_whole(toy):
 
 
 @backends
+def test_a_permanent_hook_is_part_of_the_model(toy):
+    model = fresh(toy)
+    model.hook_dict["blocks.1.hook_mlp_out"].add_hook(lambda m, hook: m * 1.5, is_permanent=True)
+    effect = ablate(model, LONG, targets(toy))
+    assert "full" not in effect.routes and "plain" not in effect.routes
+    assert effect.provenance.user_hooks == ()
+    assert_same(effect, ablate(model, LONG, targets(toy), routes=("full",)))
+
+
+@backends
 def test_in_half_precision_the_models_own_blocks_are_run(toy):
     if toy is GPT2:
         model = zoo.bridge(zoo.hugging_face(zoo.CONFIGS["gpt2_untied"](), torch.bfloat16))

@@ -353,8 +353,15 @@ class ModelView:
         return (hash(tuple(parameters)), hash(tuple(hooks)), hash(state))
 
     def user_hooks(self) -> list[str]:
-        """Names of the hook points that carry hooks of the caller."""
-        return [name for name, point in self.hook_points.items() if point.fwd_hooks]
+        """Names of the hook points that carry temporary hooks of the caller.
+
+        Permanent hooks count as part of the model: TransformerLens puts some on of its own.
+        """
+        found: dict[int, str] = {}
+        for name, point in self.hook_points.items():
+            if any(not getattr(handle, "is_permanent", False) for handle in point.fwd_hooks):
+                found.setdefault(id(point), name)
+        return list(found.values())
 
     def require_eval(self) -> None:
         """Raises TrainingModeError where a module in training mode would drop activations."""
