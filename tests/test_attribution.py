@@ -525,9 +525,13 @@ def hook_at(part, layer):
 
 
 @backends
-def test_parts_and_fetched_activations_hold_no_graph(backend):
-    run = rp.capture(zoo.build(backend), zoo.RAGGED)
+def test_results_hold_no_graph_of_weights_that_require_gradients(backend):
+    model = zoo.build(backend) if backend == "hooked" else zoo.named("gptj")
+    assert ModelView(model).W_O(0).requires_grad
+    run = rp.capture(model, zoo.RAGGED)
     for by in zoo.GRAINS:
+        dla = rp.direct_logit_attribution(run, ANSWERS, FOILS, by=by)
+        assert not dla.values.requires_grad and not dla.model_value.requires_grad
         assert not rp.decompose(run, by=by).vectors().requires_grad
     assert not run.fetch(rp.parse("resid_post.1")).requires_grad
     assert not run.logits_at(-1).requires_grad
