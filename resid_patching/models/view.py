@@ -357,11 +357,11 @@ class ModelView:
 
         Permanent hooks count as part of the model: TransformerLens puts some on of its own.
         """
-        found: dict[int, str] = {}
-        for name, point in self.hook_points.items():
-            if any(not getattr(handle, "is_permanent", False) for handle in point.fwd_hooks):
-                found.setdefault(id(point), name)
-        return list(found.values())
+        return [
+            name
+            for name, point in self.hook_points.items()
+            if any(not getattr(handle, "is_permanent", False) for handle in point.fwd_hooks)
+        ]
 
     def require_eval(self) -> None:
         """Raises TrainingModeError where a module in training mode would drop activations."""
