@@ -51,11 +51,10 @@ from resid_patching.decomposition import writers_of
 from resid_patching.errors import AblationError, AddressError, PromptError
 from resid_patching.metrics import Metric, as_metric
 from resid_patching.models import ModelView, require
-from resid_patching.prompts import PositionIndex, Positions
+from resid_patching.prompts import PositionIndex, Positions, take
 from resid_patching.rerun import (
     Edit,
     Fill,
-    Reading,
     Route,
     Variant,
     clean_hook,
@@ -532,7 +531,7 @@ class _Fills:
         own = _values(self.run, site)
 
         def change(rows: slice, index: Tensor) -> Tensor:
-            return new(rows, index) - _at(own[rows], index)
+            return new(rows, index) - take(own[rows].to(index.device), index)
 
         return change
 
@@ -573,7 +572,7 @@ class _Fills:
         def fill(rows: slice, index: Tensor) -> Tensor:
             if isinstance(site, AttnBias | MLPBias):
                 return values[0].to(index.device).expand(*index.shape, -1)
-            found = _at(values[partner[rows].to(values.device)], index)
+            found = take(values[partner[rows].to(values.device)].to(index.device), index)
             return found[..., : max(self.run.prompts.lengths[rows])] if is_pattern else found
 
         return fill
@@ -587,13 +586,6 @@ def _shape(view: ModelView, site: Address) -> tuple[int, ...]:
             return (view.W_O(site.layer).shape[1],)
         case _:
             return (view.d_model,)
-
-
-def _at(values: Tensor, index: Tensor) -> Tensor:
-    """[rows, pos, ...] at positions [rows, n] -> [rows, n, ...]."""
-    values = values.to(index.device)
-    row = torch.arange(index.shape[0], device=index.device)[:, None]
-    return values[row, index.clamp_min(0)]
 
 
 def _values(run: Run, site: Address) -> Tensor:
@@ -735,18 +727,3 @@ def _mean_of(view: ModelView, site: Address, means: dict[str, Tensor], by_positi
     whole = mean[None] if by_position else mean[None, None]
     value = site_value(view, site, whole)
     return value[0] if by_position else value[0, 0]
-
-
-__all__ = [
-    "Effect",
-    "Kind",
-    "Mean",
-    "Reading",
-    "Resample",
-    "Zero",
-    "ablate",
-    "heads",
-    "neurons",
-    "streams",
-    "writers",
-]

@@ -85,7 +85,6 @@ class Parts:
     def __repr__(self) -> str:
         return f"Parts({len(self.writers)} by {self.by}, {self.run!r})"
 
-    @torch.no_grad()
     def vectors(self, positions: Positions = -1) -> Float[Tensor, "part batch n d_model"]:
         """The writes themselves, after checking that they sum to the stream.
 

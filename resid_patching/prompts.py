@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -66,6 +66,19 @@ class Prompts:
         """True where a token is real."""
         lengths = torch.tensor(self.lengths, device=self.tokens.device)
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < lengths[:, None]
+
+    def chunks(self, limit: int) -> Iterator[slice]:
+        """Consecutive rows of at most `limit` tokens, padding included; at least one row each."""
+        start = 0
+        while start < len(self):
+            stop, width = start + 1, self.lengths[start]
+            while stop < len(self):
+                wider = max(width, self.lengths[stop])
+                if wider * (stop + 1 - start) > limit:
+                    break
+                stop, width = stop + 1, wider
+            yield slice(start, stop)
+            start = stop
 
     @property
     def hash(self) -> str:
@@ -139,8 +152,13 @@ class PositionIndex:
         index = self.index[rows].to(activation.device)
         if activation.shape[0] == 1 and index.shape[0] > 1:
             activation = activation.expand(index.shape[0], *activation.shape[1:])
-        index = index.clamp(0, activation.shape[1] - 1)
-        return activation[torch.arange(index.shape[0], device=index.device)[:, None], index]
+        return take(activation, index)
+
+
+def take(values: Tensor, index: Int[Tensor, "rows n"]) -> Tensor:
+    """[rows, pos, ...] at positions [rows, n] -> [rows, n, ...]; a negative one reads the first."""
+    index = index.to(values.device).clamp(0, values.shape[1] - 1)
+    return values[torch.arange(index.shape[0], device=index.device)[:, None], index]
 
 
 def prepare(

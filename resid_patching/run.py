@@ -89,18 +89,9 @@ class Run:
 
     def chunks(self) -> Iterator[slice]:
         """Slices of the batch whose forward pass stays within `max_bytes`."""
-        view, lengths = self.view, self.prompts.lengths
+        view = self.view
         token_bytes = view.W_U.element_size() * (view.W_U.shape[1] + 16 * view.d_model)
-        start = 0
-        while start < len(lengths):
-            stop, width = start + 1, lengths[start]
-            while stop < len(lengths):
-                wider = max(width, lengths[stop])
-                if wider * (stop + 1 - start) * token_bytes > self.max_bytes:
-                    break
-                stop, width = stop + 1, wider
-            yield slice(start, stop)
-            start = stop
+        return self.prompts.chunks(self.max_bytes // token_bytes)
 
     def fetch(self, address: Address) -> Float[Tensor, "batch pos ..."]:
         """The activation at an address for all prompts, kept for the next time.

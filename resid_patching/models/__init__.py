@@ -4,6 +4,7 @@ from resid_patching.models.guards import Report, report, require
 from resid_patching.models.load import DEMO_FOLDER, load
 from resid_patching.models.view import (
     HookedModel,
+    Memory,
     ModelView,
     Norm,
     Processing,
@@ -14,6 +15,7 @@ from resid_patching.models.view import (
 __all__ = [
     "DEMO_FOLDER",
     "HookedModel",
+    "Memory",
     "ModelView",
     "Norm",
     "Processing",

@@ -13,7 +13,6 @@ Where one fails, the analyses that need it refuse the model by name; the others 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -31,7 +30,7 @@ from resid_patching.errors import (
     StreamMismatchError,
     UnsupportedModelError,
 )
-from resid_patching.models.view import ModelView, Processing
+from resid_patching.models.view import Memory, ModelView, Processing
 
 Capability = Literal["stream", "readout", "heads", "neurons"]
 
@@ -47,11 +46,6 @@ class Report:
 
     processing: Processing
     failures: dict[Capability, UnsupportedModelError] = field(default_factory=dict)
-
-
-_reports: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], Report]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def require(view: ModelView, *capabilities: Capability) -> None:
@@ -74,14 +68,16 @@ def require(view: ModelView, *capabilities: Capability) -> None:
 
 def report(view: ModelView) -> Report:
     """The guards' findings for a model, from memory where nothing changed."""
-    fingerprint = view.fingerprint()
-    known = _reports.get(view.model)
-    if known is not None and known[0] == fingerprint:
-        return known[1]
+    return _reports.of(view)
+
+
+def _find_report(view: ModelView) -> Report:
     found = Report(find_processing(view))
     _examine(view, found)
-    _reports[view.model] = (fingerprint, found)
     return found
+
+
+_reports = Memory(_find_report)
 
 
 def find_processing(view: ModelView) -> Processing:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -399,6 +399,23 @@ class ModelView:
                 handle.hook.remove()
                 point.fwd_hooks[:] = [h for h in point.fwd_hooks if h is not handle]
 
+    @contextlib.contextmanager
+    def watched(self, readers: Mapping[str, Reader]) -> Iterator[None]:
+        """`attached`, for readers that the analysis relies on.
+
+        Raises:
+            HookNotFiredError: at the end, where a hook was never called.
+        """
+        fired: set[str] = set()
+        counted = {name: _counted(name, reader, fired) for name, reader in readers.items()}
+        with self.attached(counted):
+            yield
+        if missing := [name for name in readers if name not in fired]:
+            raise HookNotFiredError(
+                f"these hooks of {self.name} ({self.kind}) never fired: {', '.join(missing)}. "
+                "The analysis would have been of nothing."
+            )
+
     def forward(
         self,
         tokens: Int[Tensor, "batch pos"],
@@ -420,16 +437,8 @@ class ModelView:
         Raises:
             HookNotFiredError: a hook of `readers` was never called.
         """
-        fired: set[str] = set()
-        counted = {name: _counted(name, reader, fired) for name, reader in readers.items()}
-        with torch.no_grad(), self.attached(counted), self._on_unembed(logits):
-            output = self.model(tokens, return_type="logits", **self._mask(tokens))
-        if missing := [name for name in readers if name not in fired]:
-            raise HookNotFiredError(
-                f"these hooks of {self.name} ({self.kind}) never fired: {', '.join(missing)}. "
-                "The analysis would have been of nothing."
-            )
-        return output
+        with torch.no_grad(), self.watched(readers), self._on_unembed(logits):
+            return self.model(tokens, return_type="logits", **self._mask(tokens))
 
     def _mask(self, tokens: Tensor) -> dict[str, Tensor]:
         """Keeps HookedTransformer from guessing a mask where its tokenizer pads on the left."""
@@ -451,6 +460,31 @@ class ModelView:
             yield
         finally:
             handle.remove()
+
+
+T = TypeVar("T")
+
+
+class Memory(Generic[T]):
+    """Findings about models, each kept while its model lives and is as it was found.
+
+    Args:
+        find: makes the finding for a model that is new or has changed.
+    """
+
+    def __init__(self, find: Callable[[ModelView], T]) -> None:
+        self._find = find
+        self._known: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], T]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def of(self, view: ModelView) -> T:
+        """The finding for a model as it is now."""
+        fingerprint = view.fingerprint()
+        known = self._known.get(view.model)
+        if known is None or known[0] != fingerprint:
+            known = self._known[view.model] = (fingerprint, self._find(view))
+        return known[1]
 
 
 def _first(owner: Any, *names: str) -> Tensor | None:

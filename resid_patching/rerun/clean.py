@@ -114,24 +114,11 @@ def _beside(site: Address) -> set[str]:
     """What else of the layer is needed to start again behind a site."""
     match site:
         case HeadInput(layer, _, _) | HeadNode(layer, _, "pattern"):
-            return {hook_name(HeadInput(layer, 0, which)) for which in ("q", "k", "v")} | _writes(
-                layer
-            )
-        case Stream(layer, "mid"):
+            inputs = {hook_name(HeadInput(layer, 0, which)) for which in ("q", "k", "v")}
+            return {hook_name(Attn(layer)), *inputs}
+        case Stream(layer, "mid") | Head(layer, _) | HeadNode(layer, _, _) | AttnBias(layer):
             return {hook_name(Attn(layer))}
-        case Stream(layer, "post"):
-            return {hook_name(Stream(layer, "post"))}
-        case Head(layer, _) | HeadNode(layer, _, _) | Attn(layer):
-            return _writes(layer)
-        case Neuron(layer, _) | MLP(layer):
-            return {hook_name(MLP(layer))}
-        case AttnBias(layer):
-            return _writes(layer)
-        case MLPBias(layer):
+        case Neuron(layer, _) | MLPBias(layer):
             return {hook_name(MLP(layer))}
         case _:
             return set()
-
-
-def _writes(layer: int) -> set[str]:
-    return {hook_name(Attn(layer)), hook_name(Head(layer, 0))}

@@ -28,8 +28,16 @@ from resid_patching.address import (
     hook_name,
 )
 from resid_patching.models import report
+from resid_patching.prompts import take
 from resid_patching.rerun.clean import Clean
-from resid_patching.rerun.edits import Edit, Variant, clean_hook, site_value, stage
+from resid_patching.rerun.edits import (
+    Edit,
+    Variant,
+    clean_hook,
+    is_inside_attention,
+    site_value,
+    stage,
+)
 from resid_patching.rerun.plain import PlainBlocks
 from resid_patching.rerun.replay import hook_changes
 
@@ -81,8 +89,7 @@ class Deltas:
         if value.shape[0] == 1 and value.shape[1] == 1:
             return value
         value = value.expand(len(self.clean), *value.shape[1:]).to(self.view.device)
-        row = torch.arange(index.shape[0], device=index.device)[:, None]
-        return value[row, index.clamp_min(0)]
+        return take(value, index)
 
     def closed(self, variant: Variant) -> bool:
         """Whether the variant's delta needs no call of the model's own blocks."""
@@ -129,7 +136,7 @@ class Deltas:
         """The change of one sublayer's write, in closed form."""
         clean = self.clean
         change = clean.act_pre(0).new_zeros(len(clean), clean.width, self.view.d_model)
-        inputs = [edit for edit in edits if _moves_pattern(edit)]
+        inputs = [edit for edit in edits if is_inside_attention(edit.site)]
         heads = [edit for edit in edits if _is_z(edit)]
         if inputs:
             change = change + self._attention_change(inputs, heads, layer)
@@ -233,18 +240,12 @@ class Deltas:
             return changed
 
         changes[name] = read
-        with torch.no_grad():
-            if self.replays:
-                with view.attached(changes):
-                    clean.calls.call(layer, clean.act_pre(layer))
-            else:
-                view.forward(clean.tokens, changes)
+        if self.replays:
+            with view.watched(changes):
+                clean.calls.call(layer, clean.act_pre(layer))
+        else:
+            view.forward(clean.tokens, changes)
         return seen[-1] - clean.act(writer)
-
-
-def _moves_pattern(edit: Edit) -> bool:
-    site = edit.site
-    return isinstance(site, HeadInput) or (isinstance(site, HeadNode) and site.which == "pattern")
 
 
 def _is_z(edit: Edit) -> bool:

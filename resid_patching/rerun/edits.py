@@ -13,10 +13,9 @@ has to be run again.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ from resid_patching.address import (
     hook_name,
 )
 from resid_patching.errors import AddressError, UnsupportedModelError
-from resid_patching.models import ModelView
+from resid_patching.models import Memory, ModelView
 from resid_patching.prompts import PositionIndex
 
 Fill = Callable[[slice, Tensor], Tensor]
@@ -149,9 +148,7 @@ def _require_part(view: ModelView, site: Address) -> None:
         raise AddressError(f"{site} cannot be read: {view.name} ({view.kind}) has no hook {name}")
 
 
-_acting: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], set[str]]] = (
-    weakref.WeakKeyDictionary()
-)
+_acting: Memory[set[str]] = Memory(lambda view: set())
 
 
 def require_acting(view: ModelView, sites: Iterable[Address]) -> None:
@@ -164,24 +161,22 @@ def require_acting(view: ModelView, sites: Iterable[Address]) -> None:
         UnsupportedModelError: the edit is thrown away.
         HookNotFiredError: the hook never fires.
     """
-    inside = {hook_name(site): site for site in sites if _is_inside_attention(site)}
+    inside = {hook_name(site): site for site in sites if is_inside_attention(site)}
     if not inside:
         return
-    fingerprint = view.fingerprint()
-    known = _acting.get(view.model)
-    if known is None or known[0] != fingerprint:
-        known = _acting[view.model] = (fingerprint, set())
-    for name in inside.keys() - known[1]:
+    known = _acting.of(view)
+    for name in inside.keys() - known:
         site = inside[name]
         if not _acts(view, name, hook_name(Attn(site.layer))):
             raise UnsupportedModelError(
                 f"{site} cannot be replaced: {view.name} ({view.kind}) has used the value before "
                 f"its hook {name} shows it, and throws an edit away. Replace z instead."
             )
-        known[1].add(name)
+        known.add(name)
 
 
-def _is_inside_attention(site: Address) -> TypeGuard[HeadInput | HeadNode]:
+def is_inside_attention(site: Address) -> TypeGuard[HeadInput | HeadNode]:
+    """Whether a site acts through the attention pattern or values: q, k, v or the pattern."""
     is_pattern = isinstance(site, HeadNode) and site.which == "pattern"
     return is_pattern or isinstance(site, HeadInput)
 

@@ -16,7 +16,6 @@ the metric reads are unembedded.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,13 +25,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from resid_patching.errors import HookNotFiredError
-from resid_patching.models import ModelView, Reader
+from resid_patching.models import Memory, ModelView
 from resid_patching.prompts import PositionIndex
 from resid_patching.rerun.clean import Clean, hooks_to_keep
 from resid_patching.rerun.deltas import Deltas
 from resid_patching.rerun.edits import Variant, require_acting, stage
-from resid_patching.rerun.plain import NotPlain, PlainBlocks
+from resid_patching.rerun.plain import NotPlain, PlainBlocks, Weights
 from resid_patching.rerun.replay import hook_changes
 from resid_patching.run import Run
 
@@ -110,8 +108,9 @@ def rerun(
     taken: set[Route] = set()
     names = hooks_to_keep(run, variants)
     require_acting(view, (edit.site for variant in variants for edit in variant))
+    means = _Means(view, routes)
     for rows in prompt_chunks(run, len(names)):
-        chunk = _Chunk(run, rows, names, reading, routes)
+        chunk = _Chunk(run, rows, names, reading, means)
         baseline[rows] = chunk.baseline
         for numbers, total, frozen, route in chunk.evaluate(variants):
             patched[numbers, rows] = total
@@ -124,20 +123,20 @@ def rerun(
 
 def prompt_chunks(run: Run, n_kept: int) -> Iterator[slice]:
     """Slices of the batch that fit a stack, and whose clean run fits the run's bound."""
-    view, lengths = run.view, run.prompts.lengths
+    view = run.view
     size = view.W_U.element_size()
     token_bytes = size * (view.W_U.shape[1] + (n_kept + 4 * view.n_layers) * view.d_model)
-    limit = max(1, min(STACK_TOKENS, run.max_bytes // token_bytes))
-    start = 0
-    while start < len(lengths):
-        stop, width = start + 1, lengths[start]
-        while stop < len(lengths):
-            wider = max(width, lengths[stop])
-            if wider * (stop + 1 - start) > limit:
-                break
-            stop, width = stop + 1, wider
-        yield slice(start, stop)
-        start = stop
+    return run.prompts.chunks(min(STACK_TOKENS, run.max_bytes // token_bytes))
+
+
+class _Means:
+    """What one call runs with, whatever the prompts: routes, checks, weights laid out once."""
+
+    def __init__(self, view: ModelView, routes: Sequence[Route]) -> None:
+        self.hooked = bool(view.user_hooks())
+        self.routes: Sequence[Route] = ("full",) if self.hooked else routes
+        self.checks = _checks.of(view)
+        self.weights: dict[int, Weights] = {}
 
 
 class _Chunk:
@@ -149,22 +148,20 @@ class _Chunk:
         rows: slice,
         names: set[str],
         reading: Reading,
-        routes: Sequence[Route],
+        means: _Means,
     ) -> None:
         self.view = run.view
         self.rows = rows
         self.reading = reading
         self.max_bytes = run.max_bytes
-        hooked = bool(run.view.user_hooks())
-        self.clean = Clean(run, rows, names, keep_logits=hooked or "plain" not in routes)
-        checks = _Checks.of(self.view)
+        self.whole = means.hooked
+        self.clean = Clean(run, rows, names, keep_logits=self.whole)
         self.plain: PlainBlocks | None = None
         self.replays = False
-        if not hooked and "plain" in routes:
-            self.plain = checks.plain(self.clean)
-        if not hooked and "replay" in routes:
-            self.replays = checks.replay(self.clean)
-        self.whole = hooked
+        if "plain" in means.routes:
+            self.plain = means.checks.plain(self.clean, means.weights)
+        if "replay" in means.routes:
+            self.replays = means.checks.replay(self.clean)
         self.deltas = Deltas(self.clean, self.plain, self.replays)
         self.read_at = reading.positions.index[rows].to(self.view.device)
         self.clean_rows = _take(self.clean.final, self.read_at)
@@ -289,11 +286,9 @@ class _Chunk:
         view, clean = self.view, self.clean
         first = min(stage(edit.site)[0] for variant in stack for edit in variant)
         states = clean.act_pre(first).repeat(len(stack), 1, 1)
-        changes, fired = _watched(hook_changes(view, stack, self.rows))
-        with torch.no_grad(), view.attached(changes):
+        with view.watched(hook_changes(view, stack, self.rows)):
             for layer in range(first, view.n_layers):
                 states = clean.calls.call(layer, states)
-        _require_fired(view, changes, fired)
         states = states.unflatten(0, (len(stack), len(clean)))
         return _take(states, self.read_at)
 
@@ -425,40 +420,22 @@ class _Walk:
             clean = None if self.whole else self.deltas.keys_and_values(layer)
             # A row that is not there may look at position 0; what it gets is never read.
             z = plain.attend_rows(q, k, v, queries.clamp_min(0), self.keys, clean, self.first)
-        write = plain.attention_write(layer, z)
-        if self.view.attn_only:
-            return states + write
-        if self.view.parallel:
-            return states + write + plain.mlp_write(layer, states)
-        states = states + write
-        return states + plain.mlp_write(layer, states)
+        return plain.add_writes(layer, states, z)
 
 
 class _Checks:
     """Which routes reproduce a model's clean runs, and up to which length that was seen."""
 
-    _known: weakref.WeakKeyDictionary[Any, _Checks] = weakref.WeakKeyDictionary()
-
-    def __init__(self, fingerprint: tuple[int, ...]) -> None:
-        self.fingerprint = fingerprint
+    def __init__(self) -> None:
         self.plain_length = self.replay_length = 0
         self.refused: set[Route] = set()
 
-    @classmethod
-    def of(cls, view: ModelView) -> _Checks:
-        """What is known of a model as it is now."""
-        fingerprint = view.fingerprint()
-        known = cls._known.get(view.model)
-        if known is None or known.fingerprint != fingerprint:
-            known = cls._known[view.model] = cls(fingerprint)
-        return known
-
-    def plain(self, clean: Clean) -> PlainBlocks | None:
+    def plain(self, clean: Clean, weights: dict[int, Weights]) -> PlainBlocks | None:
         """Our own blocks, or None where they differ from the model's on these prompts."""
         if "plain" in self.refused:
             return None
         try:
-            blocks = PlainBlocks(clean.view, clean.calls.arguments(0))
+            blocks = PlainBlocks(clean.view, clean.calls.arguments(0), weights)
             if clean.width > self.plain_length:
                 self._require_plain(blocks, clean)
                 self.plain_length = clean.width
@@ -469,16 +446,12 @@ class _Checks:
 
     def _require_plain(self, blocks: PlainBlocks, clean: Clean) -> None:
         positions = clean.positions.to(clean.view.device)
-        with torch.no_grad():
-            for layer in range(clean.view.n_layers):
-                states = clean.act_pre(layer)[None]
-                z = blocks.attend_causal(*blocks.project(layer, states, positions))
-                found = states + blocks.attention_write(layer, z)
-                if not clean.view.attn_only:
-                    read = states if clean.view.parallel else found
-                    found = found + blocks.mlp_write(layer, read)
-                if not _agree(found[0], clean.after(layer, "post"), clean):
-                    raise NotPlain(f"block {layer} differs")
+        for layer in range(clean.view.n_layers):
+            states = clean.act_pre(layer)[None]
+            z = blocks.attend_causal(*blocks.project(layer, states, positions))
+            found = blocks.add_writes(layer, states, z)
+            if not _agree(found[0], clean.after(layer, "post"), clean):
+                raise NotPlain(f"block {layer} differs")
 
     def replay(self, clean: Clean) -> bool:
         """Whether the model's blocks, called alone on a stack, repeat these prompts."""
@@ -487,18 +460,20 @@ class _Checks:
         if clean.width <= self.replay_length:
             return True
         try:
-            with torch.no_grad():
-                for layer in range(clean.view.n_layers):
-                    found = clean.calls.call(layer, clean.act_pre(layer).repeat(2, 1, 1))
-                    expected = clean.after(layer, "post")
-                    for half in found.chunk(2):
-                        if not _agree(half, expected, clean):
-                            raise NotPlain(f"block {layer} differs")
+            for layer in range(clean.view.n_layers):
+                found = clean.calls.call(layer, clean.act_pre(layer).repeat(2, 1, 1))
+                expected = clean.after(layer, "post")
+                for half in found.chunk(2):
+                    if not _agree(half, expected, clean):
+                        raise NotPlain(f"block {layer} differs")
         except (NotPlain, AttributeError, RuntimeError, ValueError, TypeError, KeyError):
             self.refused.add("replay")
             return False
         self.replay_length = clean.width
         return True
+
+
+_checks: Memory[_Checks] = Memory(lambda view: _Checks())
 
 
 def _agree(found: Tensor, expected: Tensor, clean: Clean) -> bool:
@@ -518,26 +493,6 @@ def _take(states: Tensor, index: Tensor) -> Tensor:
     if states.ndim > 3:
         return states[:, row, index]
     return states[row, index]
-
-
-def _watched(changes: dict[str, Reader]) -> tuple[dict[str, Reader], set[str]]:
-    fired: set[str] = set()
-
-    def watch(name: str, change: Reader) -> Reader:
-        def watched(activation: Tensor) -> Tensor | None:
-            fired.add(name)
-            return change(activation)
-
-        return watched
-
-    return {name: watch(name, change) for name, change in changes.items()}, fired
-
-
-def _require_fired(view: ModelView, changes: dict[str, Reader], fired: set[str]) -> None:
-    if missing := [name for name in changes if name not in fired]:
-        raise HookNotFiredError(
-            f"these hooks of {view.name} ({view.kind}) never fired: {', '.join(missing)}"
-        )
 
 
 def _assembled(found: list[tuple[tuple[slice, slice], Tensor]], shape: torch.Size) -> Tensor:

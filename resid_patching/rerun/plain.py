@@ -87,12 +87,15 @@ class PlainBlocks:
     Args:
         view: the model.
         arguments: what each block was called with in a clean run, for rotation tables.
+        weights: layers already laid out; what this lays out is added.
 
     Raises:
         NotPlain: the model has what this arithmetic does not cover.
     """
 
-    def __init__(self, view: ModelView, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, view: ModelView, arguments: dict[str, Any], weights: dict[int, Weights]
+    ) -> None:
         if view.dtype not in (torch.float32, torch.float64):
             raise NotPlain(f"{view.dtype} weights are run by the model itself")
         self.view = view
@@ -100,7 +103,7 @@ class PlainBlocks:
         self.activation = _activation(view)
         self.rotary = _rotary(view, arguments)
         self.scale = _score_scale(view)
-        self._weights: dict[int, Weights] = {}
+        self._weights = weights
 
     def weights(self, layer: int) -> Weights:
         """One block's weights, laid out once."""
@@ -190,6 +193,13 @@ class PlainBlocks:
             gate = inside @ W.W_gate if W.b_gate is None else inside @ W.W_gate + W.b_gate
             post = self.activation(gate) * (inside @ W.W_in) + W.b_in
         return post @ W.W_out + W.b_out
+
+    def add_writes(self, layer: int, states: Tensor, z: Tensor) -> Tensor:
+        """The state before a block and its z -> the state after it."""
+        after = states + self.attention_write(layer, z)
+        if self.view.attn_only:
+            return after
+        return after + self.mlp_write(layer, states if self.view.parallel else after)
 
 
 def _norm(norm: Norm, x: Tensor) -> Tensor:
