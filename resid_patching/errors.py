@@ -83,6 +83,10 @@ class ResultFormatError(ResidPatchingError, ValueError):
     """A file that does not hold a result of this package."""
 
 
+class MissingExtraError(ResidPatchingError, ImportError):
+    """A package that only an extra of ours needs, and that is not installed."""
+
+
 class ResidPatchingWarning(UserWarning):
     """Base of every warning of this package."""
 
@@ -101,3 +105,11 @@ class PaddingWarning(ResidPatchingWarning):
 
 class BackendWarning(ResidPatchingWarning):
     """A model that was loaded by another route than the one tried first."""
+
+
+class SmallDenominatorWarning(ResidPatchingWarning):
+    """A share of a difference that is close to nothing."""
+
+
+class PathWarning(ResidPatchingWarning):
+    """Readers of which one overrides what the others pass on."""
