@@ -110,12 +110,12 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         prepend_bos=arguments.prepend_bos,
     )
-    sections = ioi_report.sections(found, top=arguments.top, corrupt=arguments.corrupt)
-    texts = {}
-    if arguments.json is not None:
-        texts[arguments.json] = as_json(found, arguments, stand_in)
-    if arguments.html is not None:
-        texts[arguments.html] = ioi_page.page(found, sections, stand_in, _flags(arguments))
+    sections = ioi_report.sections(found, top=arguments.top)
+    files = {
+        arguments.json: lambda: as_json(found, arguments, stand_in),
+        arguments.html: lambda: ioi_page.page(found, sections, stand_in, _flags(arguments)),
+    }
+    texts = {path: text() for path, text in files.items() if path is not None}
     for path, text in texts.items():
         write_text(path, text)
     ioi_report.print_report(console(), found, sections, stand_in)

@@ -10,12 +10,75 @@ from typing import TYPE_CHECKING, Any
 import resid_patching as rp
 from resid_patching.address import MLP, Head
 from resid_patching.cli.effects import print_cells
-from resid_patching.cli.frame import bar, fancy, new_table, print_line, print_model, printable
+from resid_patching.cli.frame import (
+    bar,
+    fancy,
+    new_table,
+    print_line,
+    print_model,
+    printable,
+    quoted,
+)
 
 if TYPE_CHECKING:
     from ioi_study import Study
 
 _PAIRS = 4  # pairs whose differences are shown
+
+# Of each step: its title, what the numbers say, and what they do not say.
+_WORDS = {
+    "prompts": (
+        "Prompts and baseline",
+        "The logit difference is the recipient's logit minus the giver's at the last token, END: "
+        "above 0 the model prefers the right one of the two. In the source prompts, where other "
+        "names stand, it should be near 0, or below it where the two have changed places.",
+        "It does not say that the answer is the most likely token; that share is given beside it.",
+    ),
+    "attribution": (
+        "Direct logit attribution by head, at END",
+        "What a head writes at END straight into the logit difference, through the model's own "
+        "final norm. Heads, MLPs and the rest add up to the difference exactly.",
+        "A head that works through later heads or MLPs scores near 0 here, and two heads that "
+        "cancel each other both score high: this is not what the model loses without it.",
+    ),
+    "to logits": (
+        "Paths to the logits",
+        "One head at a time, what it tells the logits from END, by itself or through MLPs, is "
+        "replaced by what it tells them in the source prompt; other heads keep their values. "
+        "Negative: the difference falls, so in base the head pushes the answer up.",
+        "The effects need not add up, and a head that works through other heads shows nothing "
+        "here. Another source gives other numbers, and a mean within two standard errors (±) of 0 "
+        "may be chance.",
+    ),
+    "to queries": (
+        "Paths to the queries of the strongest heads",
+        "One head at a time, what it tells the query of a strongest head at END is replaced by "
+        "what it tells it in the source prompt, and all behind that query is run again. Negative: "
+        "the sender steers that head towards the answer.",
+        "Only queries are patched: what reaches a head's keys and values, or comes from positions "
+        "before END, is not seen here. A number near 0 does not mean that a head does nothing.",
+    ),
+    "knock-out": (
+        "Knock-out of the heads found",
+        "The strongest heads that push the answer up are replaced together, everywhere, by their "
+        "mean over prompts and positions of the source prompts. What is left of the logit "
+        "difference is given as a share of what it was.",
+        "Random sets are drawn from all other heads, so they may hold backups, heads that the "
+        "found ones read from, or heads that push the answer down, whose loss raises the share "
+        "above 100%. Little left does not make the found heads the whole circuit, nor each of "
+        "them needed.",
+    ),
+    "alone": (
+        "Each head found, alone: total beside direct",
+        "One head at a time, replaced everywhere by the same mean. Total: the model run again; "
+        "direct: every later write frozen; indirect: total - direct, what later heads, MLPs and "
+        "the final norm made of the change.",
+        "An indirect effect of the other sign means that later parts made up for some of the loss. "
+        "A small total is not a head without use: another may have stepped in.",
+    ),
+}
+
+Facts = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -52,22 +115,21 @@ class Section:
     title: str
     says: str
     limits: str
-    facts: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    facts: Facts = ()
     tables: tuple[Table, ...] = ()
     grids: tuple[Grid, ...] = ()
     bars: Bars | None = None
 
 
-def sections(found: Study, *, top: int, corrupt: str) -> list[Section]:
+def sections(found: Study, *, top: int) -> list[Section]:
     """The report.
 
     Args:
         found: the study.
         top: rows of a table.
-        corrupt: how the source prompts differ: names or swap.
     """
     return [
-        _prompts(found, corrupt),
+        Section(*_WORDS["prompts"], facts=(*_prompt_facts(found), *_baseline_facts(found))),
         _attribution(found, top),
         _to_logits(found, top),
         _to_queries(found, top),
@@ -79,44 +141,36 @@ def sections(found: Study, *, top: int, corrupt: str) -> list[Section]:
 # The sections
 
 
-def _prompts(found: Study, corrupt: str) -> Section:
-    names = {
-        "names": "The source prompts name three other people, so there it should be near 0.",
-        "swap": "In the source prompts the other one gives, so there it should be below 0.",
-    }
-    n = len(found.pairs)
-    right, first = int((found.base > 0).sum()), int(found.is_top.sum())
-    base, source = float(found.base.double().mean()), float(found.source.double().mean())
-    differs = [
-        (f"pair {row}", tuple(f"{d.position} {d.base!r} -> {d.source!r}" for d in differences))
-        for row, differences in enumerate(found.differing[:_PAIRS])
+def _prompt_facts(found: Study) -> Facts:
+    texts = found.run.prompts.token_texts[0]
+    facts: list[tuple[str, tuple[str, ...]]] = [
+        ("pairs", (found.pairs.how,)),
+        ("tokens", tuple(f"{place} {quoted(text)}" for place, text in enumerate(texts))),
     ]
-    if n > _PAIRS:
-        differs.append(("", (f"... {n - _PAIRS} more pairs",)))
-    tokens = tuple(f"{place} {text!r}" for place, text in enumerate(found.tokens.token_texts[0]))
-    return Section(
-        title="Prompts and baseline",
-        says="The logit difference is the recipient's logit minus the giver's at the last token, "
-        f"END: above 0 the model prefers the right one of the two. {names[corrupt]}",
-        limits="It does not say that the answer is the most likely token; that share is given "
-        "beside it. Effects below are read against the base's difference.",
-        facts=(
-            ("pairs", (found.pairs.how,)),
-            ("tokens", tokens),
-            *differs,
+    for row, differences in enumerate(found.differing[:_PAIRS]):
+        items = (f"{d.position} {quoted(d.base)} -> {quoted(d.source)}" for d in differences)
+        facts.append((f"pair {row}", tuple(items)))
+    if len(found.pairs) > _PAIRS:
+        facts.append(("", (f"... {len(found.pairs) - _PAIRS} more pairs",)))
+    return tuple(facts)
+
+
+def _baseline_facts(found: Study) -> Facts:
+    n, right, first = len(found.pairs), int((found.base > 0).sum()), int(found.is_top.sum())
+    means = [float(values.double().mean()) for values in (found.base, found.source)]
+    return (
+        (
+            "baseline",
             (
-                "baseline",
-                (
-                    f"logit difference: base {base:+.4f} (sd {_sd(found.base)}),",
-                    f"source {source:+.4f} (sd {_sd(found.source)})",
-                ),
+                f"logit difference: base {means[0]:+.4f} (sd {_sd(found.base)}),",
+                f"source {means[1]:+.4f} (sd {_sd(found.source)})",
             ),
+        ),
+        (
+            "right",
             (
-                "right",
-                (
-                    f"answer above the other name in {right} of {n} ({right / n:.0%}),",
-                    f"top prediction in {first} of {n} ({first / n:.0%})",
-                ),
+                f"answer above the other name in {right} of {n} ({right / n:.0%}),",
+                f"top prediction in {first} of {n} ({first / n:.0%})",
             ),
         ),
     )
@@ -126,44 +180,36 @@ def _attribution(found: Study, top: int) -> Section:
     dla = found.attribution
     written = dla.values[..., 0].detach().double().cpu()
     means = written.mean(-1)
-    parts = [rp.parse(label) for label in dla.components]
-    heads = [number for number, part in enumerate(parts) if isinstance(part, Head)]
-    mlps = [number for number, part in enumerate(parts) if isinstance(part, MLP)]
-    rest = sorted({*range(len(parts))} - {*heads} - {*mlps})
-    sums = [float(means[numbers].sum()) for numbers in (heads, mlps, rest)]
+    heads = [i for i, name in enumerate(dla.components) if isinstance(rp.parse(name), Head)]
     order = sorted(heads, key=lambda number: -abs(float(means[number])))[:top]
     rows = [(dla.components[i], _signed(means[i]), _sd(written[i])) for i in order]
+    table = Table(("head", "written", "sd"), rows, tuple(float(means[i]) for i in order))
     return Section(
-        title="Direct logit attribution by head, at END",
-        says="What a head writes at END straight into the logit difference, through the model's "
-        "own final norm. Heads, MLPs and the rest add up to the difference exactly.",
-        limits="A head that works through later heads or MLPs scores near 0 here, and two heads "
-        "that cancel each other both score high: this is not what the model loses without it.",
-        facts=(
-            (
-                "sum",
-                (
-                    f"heads {sums[0]:+.4f},",
-                    f"MLPs {sums[1]:+.4f},",
-                    f"embeddings and biases {sums[2]:+.4f}:",
-                    f"together {sum(sums):+.4f} logits",
-                ),
-            ),
-        ),
-        tables=(Table(("head", "written", "sd"), rows, tuple(float(means[i]) for i in order)),),
+        *_WORDS["attribution"],
+        facts=(("sum", _sums(dla.components, means)),),
+        tables=(table,),
         grids=(Grid("Direct logit attribution at END", dla),),
     )
+
+
+def _sums(components: Sequence[str], means: Any) -> tuple[str, ...]:
+    sums = {"heads": 0.0, "MLPs": 0.0, "embeddings and biases": 0.0}
+    for name, mean in zip(components, means.tolist(), strict=True):
+        match rp.parse(name):
+            case Head():
+                sums["heads"] += mean
+            case MLP():
+                sums["MLPs"] += mean
+            case _:
+                sums["embeddings and biases"] += mean
+    parts = (f"{name} {value:+.4f}," for name, value in sums.items())
+    return *parts, f"together {sum(sums.values()):+.4f} logits"
 
 
 def _to_logits(found: Study, top: int) -> Section:
     effect = found.to_logits
     return Section(
-        title="Paths to the logits",
-        says="One head at a time, what it tells the logits from END, by itself or through MLPs, "
-        "is replaced by what it tells them in the source prompt; other heads keep their values. "
-        "Negative: the difference falls, so in base the head pushes the answer up.",
-        limits="The effects need not add up, and a head that works through other heads shows "
-        "nothing here. Another source would give other numbers; beside a large sd a mean is weak.",
+        *_WORDS["to logits"],
         facts=(
             ("up", _named(effect, found.up)),
             ("down", _named(effect, found.down) or ("no head",)),
@@ -176,20 +222,14 @@ def _to_logits(found: Study, top: int) -> Section:
 def _to_queries(found: Study, top: int) -> Section:
     reached = [head for head in found.up if head not in found.unreached]
     columns = {head: found.to_queries.reader(f"{head}.q") for head in reached}
-    facts = []
+    facts: list[tuple[str, tuple[str, ...]]] = []
     if found.unreached:
-        names = ", ".join(found.unreached)
-        facts.append(("no path", (f"no head writes before {names} reads: nothing to patch",)))
+        facts.append(("no path", (f"no head writes before {', '.join(found.unreached)}",)))
     for head, effect in columns.items():
-        frame = _ranked(effect)[:3]
-        facts.append((f"to {head}", _named(effect, [effect.targets[i] for i in frame])))
+        first = [effect.targets[number] for number in _ranked(effect)[:3]]
+        facts.append((f"to {head}", _named(effect, first)))
     return Section(
-        title="Paths to the queries of the strongest heads",
-        says="One head at a time, what it tells the query of a strongest head at END is replaced "
-        "by what it tells it in the source prompt, and all behind that query is run again. "
-        "Negative: the sender steers that head towards the answer.",
-        limits="Only queries are patched: what reaches a head's keys and values, or comes from "
-        "positions before END, is not seen here. Near 0 is no proof of idleness.",
+        *_WORDS["to queries"],
         facts=tuple(facts),
         tables=tuple(_table(effect, top, f"to {head}.q") for head, effect in columns.items()),
         grids=tuple(
@@ -200,42 +240,30 @@ def _to_queries(found: Study, top: int) -> Section:
 
 
 def _knock_out(found: Study) -> Section:
-    n = len(found.controls)
-    name = _joined(found.up)
-    shares = {f"found: {name}": 100 * found.left(found.knocked)}
-    controls = {_joined(e.targets[0].split(" + ")): 100 * found.left(e) for e in found.controls}
-    shares |= dict(sorted(controls.items(), key=lambda item: item[1]))
-    others = list(controls.values())
-    rows = [_knocked("none", found.base, 100.0), _knocked(name, found.knocked.patched[0], shares)]
-    average, low, high = sum(others) / n, min(others), max(others)
+    ranked = sorted(found.controls, key=found.left)
+    shares = {_heads_of(effect): 100 * found.left(effect) for effect in ranked}
+    share, others = 100 * found.left(found.knocked), list(shares.values())
+    rows = [("none", _signed(found.base.double().mean()), _sd(found.base), "100.0%")]
+    for name, effect in (("found", found.knocked), ("lowest", ranked[0]), ("highest", ranked[-1])):
+        left = effect.patched[0].double()
+        cells = _signed(left.mean()), _sd(left), _percent(100 * found.left(effect))
+        rows.append((f"{name}: {_heads_of(effect)}", *cells))
+    summary = (
+        f"{len(ranked)} sets of {len(found.up)} other heads:",
+        f"mean {_percent(sum(others) / len(others))},",
+        f"lowest {_percent(others[0])},",
+        f"highest {_percent(others[-1])}",
+    )
+    drawn = {f"found: {_heads_of(found.knocked)}": share, **shares}
+    title = f"Logit difference left, {found.knocked.how}"
     return Section(
-        title="Knock-out of the heads found",
-        says=f"The {len(found.up)} strongest heads that push the answer up are replaced together, "
-        "everywhere, by their mean over prompts and positions of the source prompts. What is left "
-        "of the logit difference is a share of what it was.",
-        limits="Random sets are drawn from all other heads, so they may hold backups, heads that "
-        "the found ones read from, or heads that push the answer down, whose loss raises the "
-        "share above 100%. Little left does not make the found heads the whole circuit, nor each "
-        "of them needed.",
+        *_WORDS["knock-out"],
         facts=(
-            ("found", (f"{name}:", f"{_percent(shares[f'found: {name}'])} is left")),
-            (
-                "random",
-                (
-                    f"{n} sets of {len(found.up)} other heads:",
-                    f"mean {_percent(average)},",
-                    f"lowest {_percent(low)},",
-                    f"highest {_percent(high)}",
-                ),
-            ),
+            ("found", (f"{_heads_of(found.knocked)}:", f"{_percent(share)} is left")),
+            ("random", summary),
         ),
-        tables=(Table(("heads", "logit difference", "sd", "left"), rows),),
-        bars=Bars(
-            f"Logit difference left, {found.knocked.how}",
-            "% of the difference before",
-            shares,
-            100.0,
-        ),
+        tables=(Table(("mean-ablated together", "logit difference", "sd", "left"), rows),),
+        bars=Bars(title, "% of the difference before", drawn, 100.0),
     )
 
 
@@ -255,12 +283,7 @@ def _alone(found: Study) -> Section:
     ]
     columns = ("head", "written", "path to logits", "total", "sd", "direct", "indirect")
     return Section(
-        title="Each head found, alone: total beside direct",
-        says="One head at a time, replaced everywhere by the same mean. Total: the model run "
-        "again; direct: every later write frozen; indirect: total - direct, what later heads, "
-        "MLPs and the final norm made of the change.",
-        limits="An indirect effect of the other sign means that later parts made up for some of "
-        "the loss. A small total is not a head without use: another may have stepped in.",
+        *_WORDS["alone"],
         facts=(("shown", (f"effect in {effect.unit}, {effect.how}, at {effect.positions}",)),),
         tables=(Table(columns, rows),),
     )
@@ -284,16 +307,18 @@ def _ranked(effect: rp.Effect) -> list[int]:
 
 
 def _named(effect: rp.Effect, heads: Sequence[str]) -> tuple[str, ...]:
-    return tuple(f"{head} ({_signed(effect.sel(target=head).mean())})" for head in heads)
+    """Heads with their mean effects and standard errors."""
+    named = []
+    for head in heads:
+        values = effect.sel(target=head).detach().double()
+        error = f" ± {float(values.std()) / len(values) ** 0.5:.4f}" if len(values) > 1 else ""
+        named.append(f"{head} ({_signed(values.mean())}{error})")
+    return tuple(named)
 
 
-def _knocked(name: str, values: Any, share: Any) -> tuple[str, ...]:
-    left = share if isinstance(share, float) else share[f"found: {name}"]
-    return name, _signed(values.double().mean()), _sd(values), _percent(left)
-
-
-def _joined(heads: Sequence[str]) -> str:
-    return " + ".join(heads)
+def _heads_of(effect: rp.Effect) -> str:
+    """The heads of an ablation that took them together."""
+    return effect.targets[0]
 
 
 def _percent(share: float) -> str:
@@ -321,7 +346,7 @@ def print_report(out: Any, found: Study, parts: list[Section], stand_in: str | N
         parts: its sections.
         stand_in: says so where the shipped model stands in for another.
     """
-    print_model(out, found.view, found.to_logits.provenance, stand_in)
+    print_model(out, found.run.view, found.to_logits.provenance, stand_in)
     for number, part in enumerate(parts, start=1):
         out.print()
         out.print(f"{number}. {part.title}", style="bold")

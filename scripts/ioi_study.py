@@ -21,11 +21,10 @@ class Study:
     """What was found, step by step.
 
     Attributes:
-        view: the model.
         pairs: base and source prompts as texts.
-        tokens: the base prompts as tokens.
+        run: the base prompts on the model.
         differing: where base and source differ, for each pair.
-        base, source: the logit difference of each prompt [batch].
+        source: the logit difference of each source prompt [batch].
         is_top: whether the answer is the top prediction [batch].
         attribution: direct logit attribution by head, at END.
         to_logits: every head's path to the logits, from END.
@@ -36,11 +35,9 @@ class Study:
         alone: the heads of `up` mean-ablated one at a time.
     """
 
-    view: rp.ModelView
     pairs: rp.PromptPairs
-    tokens: rp.Prompts
+    run: rp.Run
     differing: list[list[Any]]
-    base: Any
     source: Any
     is_top: Any
     attribution: rp.Attribution
@@ -53,9 +50,14 @@ class Study:
     alone: rp.Effect
 
     @property
+    def base(self) -> Any:
+        """The logit difference of each base prompt [batch]."""
+        return self.to_logits.baseline
+
+    @property
     def unreached(self) -> list[str]:
         """The heads of `up` that no head writes before."""
-        none = self.to_queries.total.isnan().flatten(2).all(-1).all(0)
+        none = self.to_queries.total.isnan().all(-1).all(0)
         return [head for head, is_so in zip(self.up, none.tolist(), strict=True) if is_so]
 
     def left(self, effect: rp.Effect) -> float:
@@ -82,40 +84,31 @@ def study(
         n_controls: random sets of other heads.
         seed: of these sets.
         prepend_bos: as in `rp.capture`.
+
+    Raises:
+        UsageError: no head pushes the answer up, or too few others are left to compare with.
     """
+    answers, foils = list(pairs.answers or ()), list(pairs.foils or ())
     base = rp.capture(view, pairs.base, prepend_bos=prepend_bos)
     source = rp.capture(view, pairs.source, prepend_bos=prepend_bos)
-    metric = rp.logit_diff(list(pairs.answers or ()), list(pairs.foils or ()))
-    attribution = _attribution(base, pairs)
+    metric = rp.logit_diff(answers, foils)
+    dla = rp.direct_logit_attribution(base, answers, foils, by="head", positions=-1)
     to_logits = _paths(base, source, "logits", metric, pairs)
-    up, down = strongest(to_logits, n_heads, -1), strongest(to_logits, n_heads, +1)
-    if not up:
-        raise UsageError(
-            "no head pushes the answer up on these prompts, so there is nothing to follow"
-        )
-    readers = rp.readers(*(f"{head}.q" for head in up))
-    to_queries = _paths(base, source, readers, metric, pairs)
-    mean = rp.Mean(source, over=("batch", "pos"))
-    sets = draw_sets(
-        [head for head in to_logits.targets if head not in up], len(up), n_controls, seed
-    )
-    knocked, *controls = _knock_out(base, [up, *sets], mean, metric)
+    up = strongest(to_logits, n_heads, -1)
+    others = [head for head in to_logits.targets if head not in up]
+    sets = draw_sets(others, len(up), n_controls, seed)
     return Study(
-        view=view,
         pairs=pairs,
-        tokens=base.prompts,
+        run=base,
         differing=rp.differences(base.prompts, source.prompts),
-        base=to_logits.baseline,
         source=rp.measure(source, metric),
-        is_top=_is_top(base, attribution.answers),
-        attribution=attribution,
+        is_top=_is_top(base, dla.answers),
+        attribution=dla,
         to_logits=to_logits,
         up=up,
-        down=down,
-        to_queries=to_queries,
-        knocked=knocked,
-        controls=controls,
-        alone=rp.ablate(base, up, mean, metric=metric),
+        down=strongest(to_logits, n_heads, +1),
+        to_queries=_paths(base, source, rp.readers(*(f"{h}.q" for h in up)), metric, pairs),
+        **_knocked_out(base, source, metric, up, sets),
     )
 
 
@@ -141,6 +134,10 @@ def draw_sets(others: list[str], size: int, n: int, seed: int) -> list[list[str]
         n: how many sets.
         seed: of the draw.
     """
+    if size == 0:
+        raise UsageError(
+            "no head pushes the answer up on these prompts, so there is nothing to follow"
+        )
     if len(others) < size:
         raise UsageError(
             f"{size} heads were found and {len(others)} others are left, too few to compare with; "
@@ -152,11 +149,6 @@ def draw_sets(others: list[str], size: int, n: int, seed: int) -> list[list[str]
     while len(drawn) < min(n, math.comb(len(others), size)):
         drawn[tuple(sorted(rng.sample(others, size), key=order.__getitem__))] = None
     return [list(heads) for heads in drawn]
-
-
-def _attribution(base: rp.Run, pairs: rp.PromptPairs) -> rp.Attribution:
-    answers, foils = list(pairs.answers or ()), list(pairs.foils or ())
-    return rp.direct_logit_attribution(base, answers, foils, by="head", positions=-1)
 
 
 def _paths(base: rp.Run, source: rp.Run, to: Any, metric: Any, pairs: rp.PromptPairs) -> rp.Effect:
@@ -175,13 +167,20 @@ def _paths(base: rp.Run, source: rp.Run, to: Any, metric: Any, pairs: rp.PromptP
         )
 
 
-def _knock_out(base: rp.Run, sets: list[list[str]], mean: rp.Mean, metric: Any) -> list[rp.Effect]:
+def _knocked_out(
+    base: rp.Run, source: rp.Run, metric: Any, up: list[str], sets: list[list[str]]
+) -> dict[str, Any]:
+    """Mean-ablated together, the found heads and each random set; and the found heads alone."""
+    mean = rp.Mean(source, over=("batch", "pos"))  # prompts differ in length
     with Progress() as progress:
         progress.expect(len(base))
-        tick = progress.ticker(base, len(sets))
-        return [
-            rp.ablate(base, heads, mean, metric=metric, joint=True, progress=tick) for heads in sets
-        ]
+        options: dict[str, Any] = {"metric": metric}
+        options["progress"] = progress.ticker(base, len(up) + 1 + len(sets))
+        return {
+            "alone": rp.ablate(base, up, mean, **options),
+            "knocked": rp.ablate(base, up, mean, joint=True, **options),
+            "controls": [rp.ablate(base, heads, mean, joint=True, **options) for heads in sets],
+        }
 
 
 def _is_top(base: rp.Run, answers: tuple[int, ...]) -> Any:

@@ -312,7 +312,7 @@ def test_only_the_columns_that_a_metric_reads_are_unembedded(backend, monkeypatc
     run = rp.capture(model, zoo.RAGGED)
     expected = rp.ablate(run, rp.heads(model), rp.Zero(), metric=rp.logit_diff(3, 6))
 
-    def refuse(self, resid):
+    def refuse(self, resid, *rest):
         raise AssertionError("the whole vocabulary was unembedded")
 
     monkeypatch.setattr(rp.ModelView, "readout", refuse)

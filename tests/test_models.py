@@ -11,11 +11,12 @@ import transformers
 import zoo
 
 import resid_patching as rp
-from resid_patching.address import Stream
+from resid_patching.address import Stream, hook_name
 from resid_patching.errors import (
     AddressError,
     BackendWarning,
     HeadMismatchError,
+    HookNotFiredError,
     ModelNotFoundError,
     NeuronMismatchError,
     ReadoutMismatchError,
@@ -469,3 +470,62 @@ def test_a_model_that_was_refused_is_freed_too():
     del model
     gc.collect()
     assert alive() is None
+
+
+# Passes that end before the unembedding
+
+
+@backends
+def test_a_pass_of_the_blocks_reads_the_same_and_leaves_the_unembedding_out(backend):
+    view = ModelView(zoo.build(backend))
+    tokens = torch.tensor([TOKENS])
+    whole, short, unembedded = {}, {}, []
+    names = [hook_name(Stream(layer, "post")) for layer in range(view.n_layers)]
+    view.forward(tokens, {name: keep(whole, name) for name in names})
+    handle = view.model.unembed.register_forward_hook(lambda *_: unembedded.append(True))
+    try:
+        before = zoo.snapshot(view.model)
+        view.forward_blocks(tokens, {name: keep(short, name) for name in names})
+        assert not list(zoo.differences(before, zoo.snapshot(view.model)))
+    finally:
+        handle.remove()
+    assert not unembedded
+    for name in names:
+        assert torch.equal(whole[name], short[name])
+    assert torch.equal(view.forward(tokens, {}), view.model(tokens))  # and the next one is whole
+
+
+@backends
+def test_a_reader_that_fails_in_a_pass_of_the_blocks_leaves_the_model_as_it_was(backend):
+    view = ModelView(zoo.build(backend))
+
+    def fail(activation):
+        raise ZeroDivisionError
+
+    before = zoo.snapshot(view.model)
+    with pytest.raises(ZeroDivisionError):
+        view.forward_blocks(torch.tensor([TOKENS]), {hook_name(Stream(1, "pre")): fail})
+    assert not list(zoo.differences(before, zoo.snapshot(view.model)))
+
+
+@backends
+def test_hooks_of_the_caller_see_the_whole_pass(backend):
+    model = zoo.build(backend)
+    seen = []
+    with model.hooks(fwd_hooks=[("ln_final.hook_normalized", lambda x, hook: seen.append(x))]):
+        rp.capture(model, [TOKENS]).fetch(Stream(0, "post"))
+    assert seen
+
+
+@backends
+def test_a_hook_that_does_not_fire_before_the_unembedding_is_an_error(backend):
+    view = ModelView(zoo.build(backend))
+    with pytest.raises(HookNotFiredError, match="never fired"):
+        view.forward_blocks(torch.tensor([TOKENS]), {"unembed.hook_out": lambda x: None})
+
+
+def keep(found, name):
+    def reader(activation):
+        found[name] = activation.clone()
+
+    return reader

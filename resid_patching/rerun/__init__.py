@@ -11,7 +11,8 @@ from resid_patching.rerun.edits import (
     site_value,
     stage,
 )
-from resid_patching.rerun.engine import Chunk, Reading, Rerun, Route, chunks, may_be_plain, rerun
+from resid_patching.rerun.engine import Chunk, Rerun, Route, chunks, may_be_plain, rerun
+from resid_patching.rerun.scores import Reading
 from resid_patching.rerun.walk import take_rows
 from resid_patching.rerun.written import Site, Written
 

@@ -18,48 +18,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from resid_patching.models import Memory, ModelView
-from resid_patching.prompts import PositionIndex
 from resid_patching.rerun.clean import Clean, hooks_to_keep
 from resid_patching.rerun.deltas import Deltas
 from resid_patching.rerun.edits import Variant, require_acting, stage
 from resid_patching.rerun.plain import NotPlain, PlainBlocks, Weights
 from resid_patching.rerun.replay import hook_changes
+from resid_patching.rerun.scores import Reading, Scores
 from resid_patching.rerun.walk import Place, Walk, take_rows
 from resid_patching.rerun.written import StageChange, Written
 from resid_patching.run import Run
 
 Route = Literal["plain", "replay", "full"]
-Evaluate = Callable[[Tensor, slice, Tensor | None], Tensor]
 
 # Tokens of a stack. Larger stacks are no faster per token and leave the cache sooner.
 STACK_TOKENS = 1024
 _TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5}
-
-
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """What a metric reads of the logits, and what it makes of them.
-
-    Attributes:
-        positions: rows of the logits [batch, n], -1 where a prompt has none.
-        columns: token ids [batch, k], or None for the whole vocabulary.
-        evaluate: (logits [variant, rows, n, k], which rows, clean logits [rows, n, k] or None) ->
-            values [variant, rows].
-        needs_clean: whether `evaluate` is handed the clean run's logits.
-    """
-
-    positions: PositionIndex
-    columns: Int[Tensor, "batch k"] | None
-    evaluate: Evaluate
-    needs_clean: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +167,8 @@ class Chunk:
         self.deltas = Deltas(self.clean, self.plain, self.replays)
         self.read_at = reading.positions.index[rows].to(self.view.device)
         self.clean_rows = take_rows(self.clean.final, self.read_at)
-        self._clean_logits: Tensor | None = None
+        self.scores = Scores(self.view, reading, rows, self.clean_rows, run.max_bytes)
+        self.score = self.scores.of_states
         self.baseline = self._baseline()
 
     def again(self, run: Run, names: set[str]) -> Chunk:
@@ -198,6 +179,10 @@ class Chunk:
         if self.whole:
             return self._score_logits(self._own_logits()[None])[0]
         return self.score(self.clean_rows[None])[0]
+
+    def _score_logits(self, logits: Tensor) -> Tensor:
+        """The model's own logits [variant, rows, pos, d_vocab] -> the metric [variant, rows]."""
+        return self.scores.of_logits(logits, self._own_logits(), self.read_at)
 
     def _own_logits(self) -> Tensor:
         if self.clean.logits is None:
@@ -370,84 +355,6 @@ class Chunk:
         states = states.unflatten(0, (len(stack), len(clean)))
         return take_rows(states, self.read_at)
 
-    # Scores
-
-    def score(self, states: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Last states [variant, rows, n, d_model] -> the metric [variant, rows].
-
-        Args:
-            states: the states.
-            scale: a divisor for the final norm [rows, n] instead of the states' own.
-        """
-        found = []
-        for piece in self._pieces(states.shape):
-            variants, prompts = piece
-            divisor = None if scale is None else scale[prompts]
-            logits = self._logits(states[variants, prompts], prompts, divisor)
-            clean = self._clean_part(prompts) if self.reading.needs_clean else None
-            found.append((piece, self.reading.evaluate(logits, self._absolute(prompts), clean)))
-        return _assembled(found, states.shape[:2])
-
-    def _score_logits(self, logits: Tensor) -> Tensor:
-        """The model's own logits [variant, rows, pos, d_vocab] -> the metric."""
-        taken = take_rows(logits, self.read_at).to(self.view.compute_dtype)
-        columns = self._columns(slice(0, len(self.clean)))
-        if columns is not None:
-            index = columns[None, :, None].expand(*taken.shape[:3], -1)
-            taken = taken.gather(-1, index)
-        clean = None
-        if self.reading.needs_clean:
-            clean = take_rows(self._own_logits(), self.read_at).to(self.view.compute_dtype)
-        return self.reading.evaluate(taken, self.rows, clean)
-
-    def _pieces(self, shape: torch.Size) -> Iterator[tuple[slice, slice]]:
-        """Parts of (variants, rows) whose logits fit in memory."""
-        n_variants, n_prompts, n, _ = shape
-        columns = self.reading.columns
-        width = self.view.W_U.shape[1] if columns is None else columns.shape[1]
-        cells = max(1, self.max_bytes // (8 * n * width * self.view.compute_dtype.itemsize))
-        prompts = min(n_prompts, cells)
-        variants = max(1, cells // n_prompts)
-        for v in range(0, n_variants, variants):
-            for p in range(0, n_prompts, prompts):
-                yield slice(v, v + variants), slice(p, min(p + prompts, n_prompts))
-
-    def _absolute(self, prompts: slice) -> slice:
-        return slice(self.rows.start + prompts.start, self.rows.start + prompts.stop)
-
-    def _columns(self, prompts: slice) -> Tensor | None:
-        columns = self.reading.columns
-        return None if columns is None else columns[self._absolute(prompts)].to(self.view.device)
-
-    def _logits(self, states: Tensor, prompts: slice, scale: Tensor | None = None) -> Tensor:
-        view = self.view
-        columns = self._columns(prompts)
-        if columns is None:
-            logits = view.readout(states, scale)
-        else:
-            chosen, bias = self._unembedding
-            normed = view.final_norm(states.to(view.compute_dtype), scale)
-            logits = torch.einsum("vbnm,bkm->vbnk", normed, chosen[prompts])
-            logits = logits + bias[prompts][None, :, None]
-        return logits if view.softcap is None else view.softcap * torch.tanh(logits / view.softcap)
-
-    @cached_property
-    def _unembedding(self) -> tuple[Tensor, Tensor]:
-        """The columns that the metric reads [rows, k, d_model], and their biases [rows, k]."""
-        columns = self._columns(slice(0, len(self.clean)))
-        assert columns is not None
-        chosen = self.view.unembed_columns(columns.flatten()).unflatten(0, columns.shape)
-        return chosen, self.view.unembed_bias(columns.flatten()).unflatten(0, columns.shape)
-
-    def _clean_part(self, prompts: slice) -> Tensor:
-        if self._clean_logits is None:
-            cells = self.clean_rows.shape[0] * self.clean_rows.shape[1] * self.view.W_U.shape[1]
-            if cells * self.view.compute_dtype.itemsize > self.max_bytes // 4:
-                return self._logits(self.clean_rows[None, prompts], prompts)[0]
-            everything = slice(0, len(self.clean))
-            self._clean_logits = self._logits(self.clean_rows[None], everything)[0]
-        return self._clean_logits[prompts]
-
 
 class _Checks:
     """Which routes reproduce a model's clean runs, and up to which length that was seen."""
@@ -507,11 +414,3 @@ def _agree(found: Tensor, expected: Tensor, clean: Clean) -> bool:
     difference = (found - expected)[real].abs().max()
     tolerance = _TOLERANCE.get(clean.view.dtype, 2e-2)
     return bool(difference <= tolerance * expected[real].abs().max())
-
-
-def _assembled(found: list[tuple[tuple[slice, slice], Tensor]], shape: torch.Size) -> Tensor:
-    first = found[0][1]
-    whole = first.new_empty(shape)
-    for (variants, prompts), values in found:
-        whole[variants, prompts] = values
-    return whole
