@@ -41,7 +41,7 @@ _RED_TO_BLUE = (
     "#67001f #b2182b #d6604d #f4a582 #fddbc7 #f7f7f7 #d1e5f0 #92c5de #4393c3 #2166ac #053061"
 ).split()
 _NEGATIVE, _POSITIVE, _ABSENT = "#b2182b", "#2166ac", "#bdbdbd"
-_CELL_WIDTH, _ROW_HEIGHT, _LINE_HEIGHT = 46, 23, 18  # pixels
+_CELL_WIDTH, _ROW_HEIGHT, _LINE_HEIGHT = 46, 23, 20  # pixels
 _MANY_ROWS = 40  # from here on rows are thinner, and cells show no numbers
 _CHARACTER = 6.6  # pixels, about
 
@@ -124,13 +124,12 @@ def bars(
     if top is not None:
         shown = dict(sorted(shown.items(), key=lambda item: -abs(item[1]))[:top])
     numbers = list(shown.values())
-    digits = _digits(numbers)
     trace = go.Bar(
         x=numbers,
         y=[_literal(name) for name in shown],
         orientation="h",
         marker={"color": [_POSITIVE if number >= 0 else _NEGATIVE for number in numbers]},
-        texttemplate=f"%{{x:.{digits}f}}",
+        texttemplate=f"%{{x:{_short(numbers, more=1)}}}",
         textposition="outside",
         cliponaxis=False,
         hovertemplate=f"%{{y}}: %{{x:.6g}} {_literal(unit)}<extra></extra>",
@@ -240,7 +239,7 @@ def _heading(result: Result, of: Of, title: str | None) -> list[str]:
 
 def _cells(go: Any, grid: _Grid, unit: str) -> Any:
     numbers = _listed(grid.values.tolist())
-    digits = _digits([number for row in numbers for number in row if number is not None])
+    known = [number for row in numbers for number in row if number is not None]
     beside = torch.stack(list(grid.beside.values()), -1) if len(grid.beside) > 1 else None
     lines = [f"{grid.rows.name} %{{y}}", f"{grid.columns.name} %{{x}}"]
     lines.append(f"%{{z:+.5g}} {_literal(unit)}")
@@ -256,7 +255,7 @@ def _cells(go: Any, grid: _Grid, unit: str) -> Any:
         zmax=grid.largest,
         colorscale=[[i / 10, colour] for i, colour in enumerate(_RED_TO_BLUE)],
         colorbar={"title": {"text": _literal(unit)}, "thickness": 12},
-        texttemplate=None if grid.is_tall else f"%{{z:.{digits}f}}",
+        texttemplate=None if grid.is_tall else f"%{{z:{_short(known)}}}",
         textfont={"size": 10},
         hovertemplate="<br>".join(lines) + "<extra></extra>",
         xgap=1,
@@ -294,12 +293,12 @@ def _lay_out_grid(figure: Any, grid: _Grid, heading: list[str]) -> None:
     longest = max(map(len, _names(grid.columns)))
     width = max(440, 190 + n_columns * max(_CELL_WIDTH, round(longest * _CHARACTER)))
     title, top = _title(heading, width)
-    height = top + 70 + n_rows * (15 if grid.is_tall else _ROW_HEIGHT)
+    inside = max(110, 15 + n_rows * (15 if grid.is_tall else _ROW_HEIGHT))  # for the scale beside
     figure.update_layout(
         template="plotly_white",
         title=title,
         width=width,
-        height=height,
+        height=top + inside + 55,
         margin={"l": 70, "r": 30, "t": top, "b": 55},
     )
     # Labels such as 10.1 and 10.10 are names, and each one is shown.
@@ -364,7 +363,10 @@ def _listed(values: Any) -> Any:
     return None if math.isnan(values) else values
 
 
-def _digits(numbers: Sequence[float]) -> int:
-    """Decimals that leave a number about five characters wide."""
+def _short(numbers: Sequence[float], *, more: int = 0) -> str:
+    """A format that leaves the largest number two or three digits, and `more`."""
     largest = max(map(abs, numbers), default=0.0)
-    return 2 if largest < 10 else 1 if largest < 100 else 0
+    if 0 < largest < 1e-3:
+        return f".{more}e"
+    limits = (100.0, 10.0, 1.0, 0.1)
+    return f".{more + sum(largest < limit for limit in limits)}f"

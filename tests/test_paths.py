@@ -245,11 +245,25 @@ USING = {
 CASES = [("all", "resample"), ("last", "zero"), ("third", "mean"), ("one a prompt", "resample")]
 
 
+MATRIX = [
+    (toy, mlps, *case)
+    for number, toy in enumerate(TOYS)
+    for mlps in MODES
+    for part, case in enumerate(CASES)
+    if str(toy).startswith("hooked") or (number + part + MODES.index(mlps)) % 2 == 0
+]
+"""A bridge is slow to hook: each takes every other case, in turn."""
+JOINT_MATRIX = [
+    (toy, mlps, *CASES[(number + 2 * MODES.index(mlps)) % len(CASES)])
+    for number, toy in enumerate(TOYS)
+    for mlps in MODES
+]
+
+
 def fall_to(toy, mlps, place, sets, reading):
-    """The cells that one case compares: all eight together have every cell, on bridges half."""
+    """The cells that one case compares: all eight of a model together have every cell once."""
     cases = [(mode, case[0]) for mode in MODES for case in CASES]
-    parts = len(cases) if str(toy).startswith("hooked") else 2 * len(cases)
-    args = (cases.index((mlps, place)), parts, TOYS.index(toy))
+    args = (cases.index((mlps, place)), len(cases), TOYS.index(toy))
     return dealt(len(sets), len(reading), *args)
 
 
@@ -264,9 +278,7 @@ def expected_cells(toy, sets, reading, cells, new, places, mlps, metric):
         yield row, column, twin.effect(*args)
 
 
-@pytest.mark.parametrize(("place", "kind"), CASES, ids=lambda x: x)
-@modes
-@toys
+@pytest.mark.parametrize(("toy", "mlps", "place", "kind"), MATRIX, ids=str)
 def test_one_sender_at_a_time_agrees_with_the_reference(toy, mlps, place, kind):
     places, metric = PLACES[place]
     sending, reading = senders(toy), columns(toy)
@@ -286,21 +298,23 @@ def test_one_sender_at_a_time_agrees_with_the_reference(toy, mlps, place, kind):
     assert largest(effect.total) > 1e-3 and largest(effect.direct) > 1e-3
 
 
-@pytest.mark.parametrize(("place", "kind"), CASES, ids=lambda x: x)
-@modes
-@toys
+@pytest.mark.parametrize(("toy", "mlps", "place", "kind"), JOINT_MATRIX, ids=str)
 def test_senders_together_agree_with_the_reference(toy, mlps, place, kind):
     places, metric = PLACES[place]
     reading = columns(toy)
     using, new = USING[kind][0](toy), functools.partial(USING[kind][1], toy)
     options = {"metric": METRICS[metric], "positions": places, "joint": True}
     sets = joint_senders(toy)
-    cells = fall_to(toy, mlps, place, sets, reading)
+    cells = dealt(len(sets), len(reading), 0, 4, TOYS.index(toy))
     args = (toy, sets, reading, cells, new, places, mlps, metric)
-    effects = [patch(runs(toy)[0], s, grid(reading), using, mlps, **options) for s in sets]
-    assert [effect.targets for effect in effects] == [(" + ".join(s),) for s in sets]
-    for row, column, slow_effect in expected_cells(*args):
-        assert_close(stacked(effects[row])[:, 0, column], slow_effect)
+    expected = {cell[:2]: cell[2] for cell in expected_cells(*args)}
+    for row, sending in enumerate(sets):
+        here = [column for column in range(len(reading)) if (row, column) in expected]
+        to = grid([reading[column] for column in here])
+        effect = patch(runs(toy)[0], sending, to, using, mlps, **options)
+        assert effect.targets == (" + ".join(sending),)
+        for number, column in enumerate(here):
+            assert_close(stacked(effect)[:, 0, number], expected[row, column])
 
 
 @pytest.mark.parametrize("positions", [None, -1, 1, [-1, 0, 3]], ids=str)
@@ -966,7 +980,7 @@ def compare_with_own_tool(toy, component):
         later = slice(sender[0] + 1, None)
         assert mean[: later.start].isnan().all()
         assert largest(mean[later] - theirs[later]) < 1e-5 * logit_scale
-        assert largest(mean[later] - ours.baseline.mean()) > 1e-3 * logit_scale
+        assert largest(mean[later] - ours.baseline.mean()) > 1e-4 * logit_scale
 
 
 @pytest.mark.parametrize("toy", [t for t in TOYS if "grouped" in str(t)], ids=str)

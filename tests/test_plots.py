@@ -103,6 +103,15 @@ def test_zero_is_the_middle_of_the_scale_and_nan_is_no_part_of_it():
     assert absent.text[1][0] == "×" and "grey ×: no value" in title(figure)
 
 
+@pytest.mark.parametrize(
+    ("largest", "text"),
+    [(0.0, ".4f"), (4e-5, ".0e"), (0.02, ".4f"), (0.5, ".3f"), (-9.0, ".2f"), (250.0, ".0f")],
+)
+def test_cells_show_two_or_three_digits_of_the_largest_number(largest, text):
+    figure = plots.heatmap(made_up(torch.full((2, 2, 3), largest), (0, 1), (0, 1)))
+    assert figure.data[0].texttemplate == f"%{{z:{text}}}"
+
+
 def test_a_prompt_without_a_number_leaves_the_cell_without_one():
     values = torch.ones(1, 2, 3)
     values[0, 1, 2] = torch.nan
