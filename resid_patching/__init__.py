@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from resid_patching.attribution import Attribution, direct_logit_attribution
     from resid_patching.decomposition import Parts, decompose
     from resid_patching.errors import ResidPatchingError, ResidPatchingWarning
+    from resid_patching.lens.logit import logit_lens
+    from resid_patching.lens.readout import LensReadout
     from resid_patching.metrics import kl, logit, logit_diff, loss, prob, top1_change
     from resid_patching.models import ModelView, load
     from resid_patching.prompts import Prompts, windows
@@ -66,6 +68,8 @@ _HOME = {
     "decompose": "decomposition",
     "ResidPatchingError": "errors",
     "ResidPatchingWarning": "errors",
+    "logit_lens": "lens.logit",
+    "LensReadout": "lens.readout",
     "ModelView": "models",
     "load": "models",
     "Prompts": "prompts",
@@ -107,6 +111,8 @@ __all__ = [
     "decompose",
     "ResidPatchingError",
     "ResidPatchingWarning",
+    "logit_lens",
+    "LensReadout",
     "ModelView",
     "load",
     "Prompts",
