@@ -24,7 +24,7 @@ from resid_patching.models import ModelView
 from resid_patching.prompts import bos_id, puts_bos, token_ids
 
 _UNKNOWN = (
-    "texts are a text, a path (as pathlib.Path) to a text file, token ids as a tensor [window, pos] "
+    "texts are a text, a pathlib.Path to a text file, token ids as a tensor [window, pos] "
     "or [pos], or an iterable of these or of {'text': ...} rows, as a Hugging Face dataset gives"
 )
 

@@ -324,7 +324,7 @@ class _Fit:
         state.looks.append({"step": state.step, "kl": kls})
 
     def _finish(self, state: Progress) -> None:
-        weight, bias = resuming.spread_tensors(state.layers)
+        weight, bias = resuming.best_translators(state.layers)
         with torch.no_grad():
             self.lens.weight.copy_(weight)
             self.lens.bias.copy_(bias)

@@ -205,7 +205,7 @@ def draw(seed: int, step: int, which: int) -> torch.Generator:
 
 
 def windows_of(n_windows: int, plan: Plan, step: int) -> Tensor:
-    """Which windows a step runs: all in a shuffled order, again in another when they are through."""
+    """Which windows a step runs: all in a shuffled order, then again in another one."""
     first = step * plan.windows
     numbers = []
     for place in range(first, first + plan.windows):

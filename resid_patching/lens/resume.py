@@ -1,4 +1,4 @@
-"""The state of a fit in one file, replaced as a whole, so that a killed fit goes on where it was."""
+"""The state of a fit in one file, replaced as a whole: a killed fit goes on where it was."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def remove(folder: Path) -> None:
     (folder / STATE).unlink(missing_ok=True)
 
 
-def spread_tensors(layers: list[Layer]) -> tuple[Tensor, Tensor]:
+def best_translators(layers: list[Layer]) -> tuple[Tensor, Tensor]:
     """The best translators of all layers, A [layer, d_model, d_model] and b [layer, d_model]."""
     return (
         torch.stack([layer.best_weight for layer in layers]),

@@ -45,8 +45,13 @@ class Statistics:
     @classmethod
     def empty(cls, n_layers: int, d_model: int, device: torch.device | str = "cpu") -> Statistics:
         """Of no tokens."""
-        shapes = ((), (n_layers, d_model), (d_model,), *((n_layers, d_model, d_model),) * 2)
-        return cls(*(torch.zeros(s, dtype=torch.float64, device=device) for s in shapes))
+        square = (n_layers, d_model, d_model)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64, device=device)
+
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        return cls(total, zeros(n_layers, d_model), zeros(d_model), zeros(*square), zeros(*square))
 
     def add(
         self, states: Sequence[Float[Tensor, "token d_model"]], last: Float[Tensor, "token d_model"]

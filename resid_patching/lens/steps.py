@@ -49,7 +49,8 @@ class Teacher:
             p_log_p = torch.linalg.vecdot(p, shifted) - shifted.logsumexp(-1)
             parts.append((p_log_p, unembedding.pull_back(p), p @ unembedding.b_U))
         kept = None if unembedding.softcap is None else unembedding.cast(logits)
-        return cls(*(torch.cat(part) for part in zip(*parts, strict=True)), kept)
+        p_log_p, mean_row, mean_bias = (torch.cat(part) for part in zip(*parts, strict=True))
+        return cls(p_log_p, mean_row, mean_bias, kept)
 
     def take(self, where: Int[Tensor, " n"] | slice) -> Teacher:
         """The teacher at some of its tokens."""
