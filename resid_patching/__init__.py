@@ -20,11 +20,15 @@ from resid_patching.version import __version__
 if TYPE_CHECKING:
     from resid_patching.ablation import (
         Effect,
+        Linearised,
         Mean,
+        Path,
         Resample,
         Zero,
         ablate,
         heads,
+        linearised_paths,
+        measure,
         neurons,
         streams,
         writers,
@@ -39,6 +43,13 @@ if TYPE_CHECKING:
     from resid_patching.lens.tuned import TunedLens
     from resid_patching.metrics import kl, logit, logit_diff, loss, prob, top1_change
     from resid_patching.models import ModelView, load
+    from resid_patching.paths import Readers, inputs, readers
+    from resid_patching.prompt_sets import (
+        PromptPairs,
+        differences,
+        indirect_object_prompts,
+        read_pairs,
+    )
     from resid_patching.prompts import Prompts, windows
     from resid_patching.result import Axis, Provenance, Result
     from resid_patching.run import Run, capture
@@ -47,14 +58,25 @@ if TYPE_CHECKING:
 # Imported when first used, so that `--help` and `import resid_patching` need no torch.
 _HOME = {
     "Effect": "ablation",
+    "Linearised": "ablation",
     "Mean": "ablation",
+    "Path": "ablation",
     "Resample": "ablation",
     "Zero": "ablation",
     "ablate": "ablation",
     "heads": "ablation",
+    "linearised_paths": "ablation",
+    "measure": "ablation",
     "neurons": "ablation",
     "streams": "ablation",
     "writers": "ablation",
+    "PromptPairs": "prompt_sets",
+    "differences": "prompt_sets",
+    "indirect_object_prompts": "prompt_sets",
+    "read_pairs": "prompt_sets",
+    "Readers": "paths",
+    "inputs": "paths",
+    "readers": "paths",
     "kl": "metrics",
     "logit": "metrics",
     "logit_diff": "metrics",
@@ -92,14 +114,25 @@ _HOME = {
 __all__ = [
     "__version__",
     "Effect",
+    "Linearised",
     "Mean",
+    "Path",
     "Resample",
     "Zero",
     "ablate",
     "heads",
+    "linearised_paths",
+    "measure",
     "neurons",
     "streams",
     "writers",
+    "PromptPairs",
+    "differences",
+    "indirect_object_prompts",
+    "read_pairs",
+    "Readers",
+    "inputs",
+    "readers",
     "kl",
     "logit",
     "logit_diff",

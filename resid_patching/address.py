@@ -203,7 +203,7 @@ Reader: TypeAlias = HeadInput | MLPIn | Logits | Stream
 Address: TypeAlias = Writer | Constant | Stream | HeadInput | MLPIn | Logits | HeadNode
 
 WRITERS = (Embed, PosEmbed, Attn, AttnBias, MLP, MLPBias, Head, Neuron)
-_READERS = (HeadInput, MLPIn, Logits, Stream)
+READERS = (HeadInput, MLPIn, Logits, Stream)
 
 # Stages inside a layer of sequential blocks; a write at stage s reaches a reader at stage > s.
 _WRITE_STAGE = {Attn: 1, AttnBias: 1, Head: 1, MLP: 3, MLPBias: 3, Neuron: 3}
@@ -236,7 +236,7 @@ class Edge:
     def __post_init__(self) -> None:
         if not isinstance(self.sender, WRITERS):
             raise AddressError(f"an edge starts at a writer; {self.sender} is none")
-        if not isinstance(self.reader, _READERS):
+        if not isinstance(self.reader, READERS):
             raise AddressError(f"an edge ends at a reader; {self.reader} is none")
         if not write_stage(self.sender) < read_stage(self.reader):
             raise CausalityError(
@@ -295,7 +295,7 @@ def parse(text: str | Address) -> Address:
         AddressError: the text names no place in a transformer.
     """
     if not isinstance(text, str):
-        if isinstance(text, (*WRITERS, *_READERS, FinalNormBias, UnembedBias, HeadNode)):
+        if isinstance(text, (*WRITERS, *READERS, FinalNormBias, UnembedBias, HeadNode)):
             return text
         raise AddressError(f"an address is a text such as '9.9' or 'mlp.6', got {text!r}")
     stripped = text.strip()

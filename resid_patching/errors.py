@@ -107,6 +107,10 @@ class DivergedError(ResidPatchingError, ArithmeticError):
     """A fit that met a number that is not finite; the layer and the step are named."""
 
 
+class MissingExtraError(ResidPatchingError, ImportError):
+    """A package that only an extra of ours needs, and that is not installed."""
+
+
 class ResidPatchingWarning(UserWarning):
     """Base of every warning of this package."""
 
@@ -129,3 +133,11 @@ class BackendWarning(ResidPatchingWarning):
 
 class UnverifiedLensWarning(ResidPatchingWarning):
     """A lens from a file that cannot prove which model it belongs to."""
+
+
+class SmallDenominatorWarning(ResidPatchingWarning):
+    """A share of a difference that is close to nothing."""
+
+
+class PathWarning(ResidPatchingWarning):
+    """Readers of which one overrides what the others pass on."""

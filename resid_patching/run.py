@@ -82,6 +82,9 @@ class Run:
             width = max(self.prompts.lengths[rows])
             tokens = self.prompts.tokens[rows, :width]
             bound = {name: _bind(reader, rows) for name, reader in readers.items()}
+            if logits is None and raw_logits is None:
+                self.view.forward_blocks(tokens, bound)
+                continue
             raw = None if raw_logits is None else _bind(raw_logits, rows)
             output = self.view.forward(tokens, bound, logits=raw)
             if logits is not None:

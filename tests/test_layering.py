@@ -17,6 +17,7 @@ ORDER = (
     "address",
     "models",
     "prompts",
+    "prompt_sets",
     "run",
     "rerun",
     "metrics",

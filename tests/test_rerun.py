@@ -108,9 +108,9 @@ def test_one_changed_row_is_run_on_the_clean_keys_and_values_of_the_others(toy, 
     seen = []
     project = PlainBlocks.project
 
-    def counting(self, layer, x, positions):
+    def counting(self, layer, x, positions, *rest):
         seen.append((layer, x.shape[0], x.shape[2]))
-        return project(self, layer, x, positions)
+        return project(self, layer, x, positions, *rest)
 
     rows = [list(range(1, 15))] * 2
     expected = ablate(toy.model, rows, "0.1", ("full",), positions=-2)

@@ -15,6 +15,7 @@ from resid_patching.version import __version__
 COMMANDS = {
     "dla": "direct logit attribution: what each component wrote towards a token",
     "ablate": "ablation: what replacing a part of the model does to a metric",
+    "path-patch": "path patching: what a part of the model tells another, and nothing else",
     "stream": "the running total: write norms and shares, survival of the start, exactness",
 }
 

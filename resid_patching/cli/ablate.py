@@ -29,6 +29,7 @@ from resid_patching.cli.frame import (
     require_writable,
 )
 from resid_patching.cli.progress import Progress
+from resid_patching.cli.scores import METRICS, metric_name, new_metric, shared
 from resid_patching.cli.text import TextWindows, require_text
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from resid_patching.run import Run
 
 _WINDOW = 512
-_METRICS = ("logit-diff", "logit", "prob", "loss", "kl", "top1-change")
 _SWEEPS = {
     "heads": "every head",
     "layers": "every attention layer and MLP",
@@ -144,7 +144,7 @@ def _add_input_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--metric",
-        choices=_METRICS,
+        choices=METRICS,
         help="what is measured (unset: logit-diff with --answer and --foil, loss with --text)",
     )
     add_answer_flags(parser)
@@ -215,13 +215,13 @@ def _read_inputs(arguments: argparse.Namespace) -> _Inputs:
         for path in filter(None, (arguments.text, other)):
             require_text(path)
         answers, foils = _once("answer", arguments.answer), _once("foil", arguments.foil)
-        metric = _metric_name(arguments.metric or "loss", answers, foils)
+        metric = metric_name(arguments.metric or "loss", answers, foils)
         return _Inputs(None, answers, foils, metric, None)
     for flag in ("length", "limit"):
         if getattr(arguments, flag) is not None:
             raise UsageError(f"--{flag} cuts a --text into windows; none was given")
     prompts, answers, foils = read_prompts(arguments)
-    metric = _metric_name(arguments.metric, answers, foils)
+    metric = metric_name(arguments.metric, answers, foils)
     lines = None if other is None else read_lines(other)
     return _Inputs(prompts, answers, foils, metric, lines)
 
@@ -240,24 +240,6 @@ def _once(name: str, given: list[str] | None) -> list[str] | None:
     return given
 
 
-def _metric_name(asked: str | None, answers: list[str] | None, foils: list[str] | None) -> str:
-    """The metric, and whether it has the tokens it needs and no others."""
-    if asked is None:
-        if not (answers and foils):
-            raise UsageError(
-                "no metric was given; give --answer and --foil for their logit difference, or "
-                f"--metric {'|'.join(_METRICS)}"
-            )
-        asked = "logit-diff"
-    needs_answer, needs_foil = asked in ("logit-diff", "logit", "prob"), asked == "logit-diff"
-    for flag, given, needed in (("answer", answers, needs_answer), ("foil", foils, needs_foil)):
-        if needed and not given:
-            raise UsageError(f'--metric {asked} needs --{flag}, such as --{flag} " Mary"')
-        if given and not needed:
-            raise UsageError(f"--metric {asked} reads no --{flag}; leave it out")
-    return asked
-
-
 def _targets(view: ModelView, arguments: argparse.Namespace) -> list[Any]:
     from resid_patching.ablation import heads, streams, writers
     from resid_patching.address import MLP, Attn, parse
@@ -273,24 +255,6 @@ def _targets(view: ModelView, arguments: argparse.Namespace) -> list[Any]:
         case _:
             swept = []
     return named + [site for site in swept if site not in named]
-
-
-def _metric(name: str, answers: Any, foils: Any, *, on_text: bool) -> Any:
-    from resid_patching import metrics
-
-    match name:
-        case "logit-diff":
-            return metrics.logit_diff(answers, foils)
-        case "logit":
-            return metrics.logit(answers)
-        case "prob":
-            return metrics.prob(answers)
-        case "loss":
-            return metrics.loss()
-        case "kl":
-            return metrics.kl(position=None if on_text else -1)
-        case _:
-            return metrics.top1_change()
 
 
 # Running
@@ -311,15 +275,10 @@ def _on_prompts(
     other = None
     if inputs.other is not None:
         other = capture(view, inputs.other, prepend_bos=arguments.prepend_bos)
-    metric = _metric(inputs.metric, _shared(inputs.answers), _shared(inputs.foils), on_text=False)
+    metric = new_metric(inputs.metric, shared(inputs.answers), shared(inputs.foils), on_text=False)
     progress.expect(len(prompts))
     found = _ablate(captured, sites, _kind(arguments, other), metric, arguments, progress)
     return found, captured.prompts
-
-
-def _shared(tokens: list[str] | None) -> list[str] | str | None:
-    """One token where all prompts have the same, so that messages can name it."""
-    return tokens[0] if tokens and len(set(tokens)) == 1 else tokens
 
 
 def _on_text(
@@ -340,7 +299,7 @@ def _on_text(
     sources = _sources(view, arguments)
     answer = inputs.answers[0] if inputs.answers else None
     foil = inputs.foils[0] if inputs.foils else None
-    metric = _metric(inputs.metric, answer, foil, on_text=True)
+    metric = new_metric(inputs.metric, answer, foil, on_text=True)
     parts = []
     for prompts in windows.groups():
         progress.expect(windows.estimate)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
-from resid_patching.cli.frame import bar, new_table, print_line, printable
+from resid_patching.cli.frame import bar, fancy, new_table, print_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,16 +36,16 @@ def print_effect(out: Console, effect: Effect, *, top: int, grid: bool) -> None:
 
 
 def _print_baseline(out: Console, effect: Effect) -> None:
-    value = float(_mean(effect, effect.baseline))
+    value = float(mean_over(effect, effect.baseline))
     items = [f"{printable(effect.metric)}:", f"{value:+.4f} {effect.unit}"]
     if effect.weights is not None:
         items.append(f"perplexity {_short(float(effect.perplexity['before'].iloc[0]))}")
     if effect.baseline.shape[0] > 1:
-        items.append(f"({_averaged(effect)})")
+        items.append(f"({averaged(effect)})")
     print_line(out, "baseline", *items)
 
 
-def _mean(effect: Effect, values: Any) -> Any:
+def mean_over(effect: Effect, values: Any) -> Any:
     """Mean over prompts [..., batch] -> [...]; over tokens where the metric is one of tokens."""
     values = values.detach().double().cpu()
     if effect.weights is None:
@@ -53,7 +54,8 @@ def _mean(effect: Effect, values: Any) -> Any:
     return (values * weights).sum(-1) / weights.sum()
 
 
-def _averaged(effect: Effect) -> str:
+def averaged(effect: Effect) -> str:
+    """What a mean over prompts or tokens was taken over."""
     n = effect.baseline.shape[0]
     if effect.weights is None:
         return f"mean over {n} prompts"
@@ -61,40 +63,41 @@ def _averaged(effect: Effect) -> str:
 
 
 def _print_rows(out: Console, effect: Effect, top: int) -> None:
-    sizes = _mean(effect, effect.total).nan_to_num()
+    sizes = mean_over(effect, effect.total).nan_to_num()
     order = sizes.abs().sort(descending=True, stable=True).indices.tolist()
     largest = float(sizes.abs().max())
     columns = _columns(effect)
     out.print()
-    out.print(_title(effect))
+    joint = ", together" if effect.joint else ""
+    out.print(f"{printable(effect.how)}{joint}, at {effect.positions}: {unit_text(effect)}")
     table = new_table("target", *columns, "")
     for number in order[:top]:
         cells = [column[number] for column in columns.values()]
         table.add_row(
-            _target_text(effect.targets[number]), *cells, bar(float(sizes[number]), largest, 10)
+            target_text(effect.targets[number]), *cells, bar(float(sizes[number]), largest, 10)
         )
     out.print(table)
     if len(order) > top:
         out.print(f"and {len(order) - top} more targets (--top {len(order)} shows all)")
 
 
-def _title(effect: Effect) -> str:
-    joint = ", together" if effect.joint else ""
-    title = f"{printable(effect.how)}{joint}, at {effect.positions}: effect in {effect.unit}"
+def unit_text(effect: Effect) -> str:
+    """What the numbers of a table are."""
+    text = f"effect in {effect.unit}"
     if effect.baseline.shape[0] > 1:
-        title += f", {_averaged(effect)}; sd over prompts"
-    return title
+        text += f", {averaged(effect)}; sd over prompts"
+    return text
 
 
 def _columns(effect: Effect) -> dict[str, list[str]]:
     """The columns of the table, a text for each target."""
-    total, direct = _mean(effect, effect.total), _mean(effect, effect.direct)
-    columns = {"total": [_signed(value) for value in total]}
+    total, direct = mean_over(effect, effect.total), mean_over(effect, effect.direct)
+    columns = {"total": [signed(value) for value in total]}
     if effect.baseline.shape[0] > 1:
         spread = effect.total.detach().double().cpu().std(1)
         columns["sd"] = [f"{float(value):.4f}" for value in spread]
-    columns["direct"] = [_signed(value) for value in direct]
-    columns["indirect"] = [_signed(value) for value in total - direct]
+    columns["direct"] = [signed(value) for value in direct]
+    columns["indirect"] = [signed(value) for value in total - direct]
     if effect.weights is not None:
         frame = effect.perplexity
         columns["perplexity"] = [_short(value) for value in frame["after"].tolist()]
@@ -102,12 +105,14 @@ def _columns(effect: Effect) -> dict[str, list[str]]:
     return columns
 
 
-def _target_text(target: str) -> str:
+def target_text(target: str) -> str:
+    """A target as it is shown, shortened where it is a long list."""
     text = printable(target)
     return text if len(text) <= 30 else f"{text[:26]} ... ({text.count(' + ') + 1})"
 
 
-def _signed(value: Any) -> str:
+def signed(value: Any) -> str:
+    """A number with its sign."""
     return "n/a" if bool(value.isnan()) else f"{float(value):+.4f}"
 
 
@@ -117,26 +122,71 @@ def _short(value: float) -> str:
 
 
 def _print_grid(out: Console, effect: Effect) -> None:
-    """Layer x head of totals, in as many blocks of columns as the width needs."""
-    means = _mean(effect, effect.grid().values)
-    largest = float(means.nan_to_num().abs().max())
-    digits = 3 if largest < 10 else 2 if largest < 100 else 1
-    texts = [[_cell(value, digits) for value in row] for row in means]
-    width = max(6, *(len(text) for row in texts for text in row))
-    n_heads = means.shape[1]
-    fits = max(1, (out.width - 5) // (width + 1))
+    """Layer x head of totals."""
+    means = mean_over(effect, effect.grid().values)
     out.print()
     out.print(f"total effect in {effect.unit}, layer by head")
-    for start in range(0, n_heads, fits):
-        heads = range(start, min(start + fits, n_heads))
-        out.print("     " + " ".join(f"{head:>{width}}" for head in heads), soft_wrap=True)
-        for layer, row in enumerate(texts):
-            cells = " ".join(f"{row[head]:>{width}}" for head in heads)
-            out.print(f"{layer:>4} {cells}", soft_wrap=True)
+    print_cells(out, means, [f"{layer:>4}" for layer in range(means.shape[0])], missing="")
 
 
-def _cell(value: Any, digits: int) -> str:
-    return "" if bool(value.isnan()) else f"{float(value):+.{digits}f}"
+def print_cells(
+    out: Console,
+    values: Any,
+    rows: list[str],
+    columns: list[str] | None = None,
+    *,
+    missing: str,
+    heat: bool = False,
+) -> None:
+    """Prints numbers under their columns, in as many blocks of columns as the width needs.
+
+    Args:
+        out: where.
+        values: [row, column].
+        rows: what stands before each row, all of one width.
+        columns: what stands above each column; None for its number.
+        missing: what is shown for NaN.
+        heat: also coloured by sign and size, on a terminal that can.
+    """
+    largest = float(values.nan_to_num().abs().max())
+    digits = 3 if largest < 10 else 2 if largest < 100 else 1
+    texts = [[_cell(value, digits, missing) for value in row] for row in values]
+    columns = list(map(str, range(values.shape[1]))) if columns is None else columns
+    width = max(6, *map(len, columns), *(len(text) for row in texts for text in row))
+    fits = max(1, (out.width - len(rows[0]) - 1) // (width + 1))
+    for start in range(0, len(columns), fits):
+        shown = range(start, min(start + fits, len(columns)))
+        header = " ".join(f"{columns[column]:>{width}}" for column in shown)
+        out.print(f"{'':<{len(rows[0])}} {header}", soft_wrap=True)
+        for number, (name, row) in enumerate(zip(rows, texts, strict=True)):
+            line = rich_text(f"{name} ")
+            for column in shown:
+                if column > start:
+                    line.append(" ")
+                style = _heat(float(values[number, column]), largest) if heat else ""
+                line.append(f"{row[column]:>{width}}", style)
+            out.print(line, soft_wrap=True)
+
+
+def rich_text(text: str) -> Any:
+    """A text that parts with a style can be added to."""
+    from rich.text import Text
+
+    return Text(text)
+
+
+def _heat(value: float, largest: float) -> str:
+    """Blue for positive, red for negative, paler towards 0; none for NaN, or off a terminal."""
+    if math.isnan(value) or largest < 5e-4 or not fancy():  # below that all read as 0
+        return ""
+    share = min(1.0, abs(value) / largest)
+    full = (33, 102, 172) if value > 0 else (178, 24, 43)
+    red, green, blue = (round(247 + share * (part - 247)) for part in full)
+    return f"{'white' if share > 0.55 else 'black'} on rgb({red},{green},{blue})"
+
+
+def _cell(value: Any, digits: int, missing: str) -> str:
+    return missing if bool(value.isnan()) else f"{float(value):+.{digits}f}"
 
 
 def join(parts: list[Effect], tokens: str, n_prompts: int) -> Effect:

@@ -277,10 +277,15 @@ def read_prompts(
             foils = [row[2] for row in rows] if columns == {3} else None
     if not prompts:
         raise UsageError('no prompt was given; use --prompt "..." or --prompts FILE')
-    return prompts, _spread("answer", answers, prompts), _spread("foil", foils, prompts)
+    return prompts, spread("answer", answers, prompts), spread("foil", foils, prompts)
 
 
-def _spread(name: str, given: list[str] | None, prompts: list[str]) -> list[str] | None:
+def spread(name: str, given: list[str] | None, prompts: list[str]) -> list[str] | None:
+    """One token for each prompt, from a flag given once or once for each.
+
+    Raises:
+        UsageError: given another number of times.
+    """
     if given is None or len(given) == len(prompts):
         return given
     if len(given) == 1:

@@ -69,9 +69,14 @@ class Norm:
             x = x - x.mean(-1, keepdim=True)
         return (x.pow(2).mean(-1) + self.eps).sqrt()
 
-    def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """The norm with live statistics."""
-        sigma = self.scale(x)[..., None]
+    def __call__(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """The norm of states.
+
+        Args:
+            x: [*batch, d_model].
+            scale: another divisor than x's own (None: live statistics), broadcast over *batch.
+        """
+        sigma = (self.scale(x) if scale is None else scale)[..., None]
         if self.kind == "LN":
             x = x - x.mean(-1, keepdim=True)
         return x / sigma * self.gain + self.bias
@@ -333,10 +338,18 @@ class ModelView:
         """b_U[id] for each id, in our precision."""
         return self.b_U.detach()[ids.to(self.device)].to(self.compute_dtype)
 
-    def readout(self, resid: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
-        """Our own final norm and unembedding of a stream state, before any softcap."""
+    def readout(
+        self, resid: Float[Tensor, "*batch d_model"], scale: Tensor | None = None
+    ) -> Float[Tensor, "*batch d_vocab"]:
+        """Our own final norm and unembedding of a stream state, before any softcap.
+
+        Args:
+            resid: the state.
+            scale: a divisor for the norm instead of the state's own, broadcast over *batch.
+        """
         dtype = self.compute_dtype
-        return self.final_norm(resid.to(dtype)) @ self.W_U.to(dtype) + self.b_U.to(dtype)
+        normed = self.final_norm(resid.to(dtype), scale)
+        return normed @ self.W_U.to(dtype) + self.b_U.to(dtype)
 
     # Runs
 
@@ -438,7 +451,38 @@ class ModelView:
             HookNotFiredError: a hook of `readers` was never called.
         """
         with torch.no_grad(), self.watched(readers), self._on_unembed(logits):
-            return self.model(tokens, return_type="logits", **self._mask(tokens))
+            return self._call(tokens)
+
+    def forward_blocks(
+        self, tokens: Int[Tensor, "batch pos"], readers: Mapping[str, Reader]
+    ) -> None:
+        """One forward pass that ends before the unembedding, a third of GPT-2 small's work.
+
+        Args:
+            tokens: as in `forward`.
+            readers: as in `forward`; none may be of the unembedding.
+
+        Raises:
+            HookNotFiredError: a hook of `readers` was never called.
+        """
+        if self.user_hooks():  # the caller's hooks see the whole pass
+            self.forward(tokens, readers)
+            return
+
+        def stop(_module: Any, _inputs: Any) -> None:
+            raise _Enough
+
+        with torch.no_grad(), self.watched(readers):
+            handle = self.model.unembed.register_forward_pre_hook(stop)
+            try:
+                self._call(tokens)
+            except _Enough:
+                pass
+            finally:
+                handle.remove()
+
+    def _call(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens, return_type="logits", **self._mask(tokens))
 
     def _mask(self, tokens: Tensor) -> dict[str, Tensor]:
         """Keeps HookedTransformer from guessing a mask where its tokenizer pads on the left."""
@@ -460,6 +504,10 @@ class ModelView:
             yield
         finally:
             handle.remove()
+
+
+class _Enough(Exception):
+    """Ends a forward pass whose logits nobody reads."""
 
 
 T = TypeVar("T")

@@ -1,26 +1,38 @@
 """The engine: run the model again from the first changed layer, many variants at a time."""
 
+from resid_patching.rerun.clean import hooks_to_keep
 from resid_patching.rerun.edits import (
     Edit,
     Fill,
     Variant,
     clean_hook,
+    require_acting,
     require_site,
     site_value,
     stage,
 )
-from resid_patching.rerun.engine import Reading, Rerun, Route, rerun
+from resid_patching.rerun.engine import Chunk, Reading, Rerun, Route, chunks, may_be_plain, rerun
+from resid_patching.rerun.walk import take_rows
+from resid_patching.rerun.written import Site, Written
 
 __all__ = [
+    "Chunk",
     "Edit",
     "Fill",
     "Reading",
     "Rerun",
     "Route",
+    "Site",
     "Variant",
+    "Written",
+    "chunks",
     "clean_hook",
+    "hooks_to_keep",
+    "may_be_plain",
+    "require_acting",
     "require_site",
     "rerun",
     "site_value",
     "stage",
+    "take_rows",
 ]

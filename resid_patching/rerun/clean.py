@@ -50,8 +50,10 @@ class Clean:
         readers = {name: self._keeper(name) for name in names}
 
         def forward() -> None:
-            logits = run.view.forward(self.tokens, readers)
-            self.logits = logits if keep_logits else None
+            if keep_logits:
+                self.logits = run.view.forward(self.tokens, readers)
+            else:
+                run.view.forward_blocks(self.tokens, readers)
 
         self.calls.record(forward)
 

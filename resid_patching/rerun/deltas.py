@@ -50,23 +50,27 @@ class Deltas:
         failures = report(clean.view).failures
         self.heads_sum = "heads" not in failures
         self.neurons_sum = "neurons" not in failures
-        self._keys_and_values: dict[int, tuple[Tensor, Tensor]] = {}
+        self._projected: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def projected(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Clean q, k (both rotated) and v of a layer [rows, pos, head, d_head]."""
+        if layer not in self._projected:
+            assert self.plain is not None
+            positions = self.clean.positions.to(self.view.device)
+            q, k, v = self.plain.project(layer, self.clean.act_pre(layer)[None], positions)
+            self._projected[layer] = (q[0], k[0], v[0])
+        return self._projected[layer]
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """Clean rotated keys and values of a layer [rows, pos, kv_head, d_head]."""
-        if layer not in self._keys_and_values:
-            assert self.plain is not None
-            positions = self.clean.positions.to(self.view.device)
-            _, k, v = self.plain.project(layer, self.clean.act_pre(layer)[None], positions)
-            self._keys_and_values[layer] = (k[0], v[0])
-        return self._keys_and_values[layer]
+        return self.projected(layer)[1:]
 
     def changed(self, variant: Variant) -> Tensor:
         """Which prompts [rows] have any new value that differs from the clean one."""
         found = torch.zeros(len(self.clean), dtype=torch.bool, device=self.view.device)
         for edit in variant:
             index, valid, new = self._new(edit)
-            old = self._old(edit, index)
+            old = self.old(edit, index)
             differs = (new != old).flatten(2).any(2) if new.ndim > 2 else new != old
             found |= (differs & valid).any(1)
         return found
@@ -76,7 +80,7 @@ class Deltas:
         values = edit.fill(self.clean.rows, index).to(self.view.device)
         return index, index >= 0, values
 
-    def _old(self, edit: Edit, index: Tensor) -> Tensor:
+    def old(self, edit: Edit, index: Tensor) -> Tensor:
         """The site's clean value at positions; zeros for embeddings, whose fill is a change."""
         site = edit.site
         if isinstance(site, Embed | PosEmbed):
@@ -128,7 +132,7 @@ class Deltas:
             if isinstance(edit.site, Embed | PosEmbed):
                 delta[where] += new[row, column].to(delta.dtype)
             else:
-                old = self._old(edit, index)
+                old = self.old(edit, index)
                 delta[where] = (new - old)[row, column].to(delta.dtype)
         return delta
 
@@ -157,7 +161,7 @@ class Deltas:
     def _add_part(self, change: Tensor, edit: Edit, weight: Tensor | None) -> None:
         """Adds (new - old), through its output weight, at the edit's positions."""
         index, valid, new = self._new(edit)
-        moved = new - self._old(edit, index)
+        moved = new - self.old(edit, index)
         if weight is not None:
             weight = weight.detach().to(moved)
             moved = moved @ weight if weight.ndim == 2 else moved[..., None] * weight
@@ -168,7 +172,7 @@ class Deltas:
     def _put_whole(self, change: Tensor, edit: Edit) -> None:
         """A whole write: what its parts were changed to no longer matters."""
         index, valid, new = self._new(edit)
-        moved = new - self._old(edit, index)
+        moved = new - self.old(edit, index)
         row, column = valid.nonzero(as_tuple=True)
         change[row, index[row, column]] = moved[row, column].to(change.dtype)
 

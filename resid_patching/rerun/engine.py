@@ -32,6 +32,8 @@ from resid_patching.rerun.deltas import Deltas
 from resid_patching.rerun.edits import Variant, require_acting, stage
 from resid_patching.rerun.plain import NotPlain, PlainBlocks, Weights
 from resid_patching.rerun.replay import hook_changes
+from resid_patching.rerun.walk import Place, Walk, take_rows
+from resid_patching.rerun.written import StageChange, Written
 from resid_patching.run import Run
 
 Route = Literal["plain", "replay", "full"]
@@ -108,9 +110,8 @@ def rerun(
     taken: set[Route] = set()
     names = hooks_to_keep(run, variants)
     require_acting(view, (edit.site for variant in variants for edit in variant))
-    means = _Means(view, routes)
-    for rows in prompt_chunks(run, len(names)):
-        chunk = _Chunk(run, rows, names, reading, means)
+    for chunk in chunks(run, names, reading, routes):
+        rows = chunk.rows
         baseline[rows] = chunk.baseline
         for numbers, total, frozen, route in chunk.evaluate(variants):
             patched[numbers, rows] = total
@@ -121,6 +122,20 @@ def rerun(
     return Rerun(baseline, patched, direct, tuple(sorted(taken)))
 
 
+def chunks(run: Run, names: set[str], reading: Reading, routes: Sequence[Route]) -> Iterator[Chunk]:
+    """The run's prompts, a group at a time, each after its clean forward pass.
+
+    Args:
+        run: the clean run.
+        names: the hooks to keep.
+        reading: what the metric reads.
+        routes: routes that may be taken.
+    """
+    means = Means(run.view, routes)
+    for rows in prompt_chunks(run, len(names)):
+        yield Chunk(run, rows, names, reading, means)
+
+
 def prompt_chunks(run: Run, n_kept: int) -> Iterator[slice]:
     """Slices of the batch that fit a stack, and whose clean run fits the run's bound."""
     view = run.view
@@ -129,7 +144,13 @@ def prompt_chunks(run: Run, n_kept: int) -> Iterator[slice]:
     return run.prompts.chunks(min(STACK_TOKENS, run.max_bytes // token_bytes))
 
 
-class _Means:
+def may_be_plain(view: ModelView, routes: Sequence[Route]) -> bool:
+    """Whether `plain` is allowed and has not been seen to fail on this model."""
+    means = Means(view, routes)
+    return "plain" in means.routes and "plain" not in means.checks.refused
+
+
+class Means:
     """What one call runs with, whatever the prompts: routes, checks, weights laid out once."""
 
     def __init__(self, view: ModelView, routes: Sequence[Route]) -> None:
@@ -139,7 +160,7 @@ class _Means:
         self.weights: dict[int, Weights] = {}
 
 
-class _Chunk:
+class Chunk:
     """The variants of some prompts."""
 
     def __init__(
@@ -148,11 +169,12 @@ class _Chunk:
         rows: slice,
         names: set[str],
         reading: Reading,
-        means: _Means,
+        means: Means,
     ) -> None:
         self.view = run.view
         self.rows = rows
         self.reading = reading
+        self.means = means
         self.max_bytes = run.max_bytes
         self.whole = means.hooked
         self.clean = Clean(run, rows, names, keep_logits=self.whole)
@@ -164,14 +186,18 @@ class _Chunk:
             self.replays = means.checks.replay(self.clean)
         self.deltas = Deltas(self.clean, self.plain, self.replays)
         self.read_at = reading.positions.index[rows].to(self.view.device)
-        self.clean_rows = _take(self.clean.final, self.read_at)
+        self.clean_rows = take_rows(self.clean.final, self.read_at)
         self._clean_logits: Tensor | None = None
         self.baseline = self._baseline()
+
+    def again(self, run: Run, names: set[str]) -> Chunk:
+        """The same prompts after another clean pass that keeps other activations."""
+        return Chunk(run, self.rows, names, self.reading, self.means)
 
     def _baseline(self) -> Tensor:
         if self.whole:
             return self._score_logits(self._own_logits()[None])[0]
-        return self._score(self.clean_rows[None])[0]
+        return self.score(self.clean_rows[None])[0]
 
     def _own_logits(self) -> Tensor:
         if self.clean.logits is None:
@@ -189,12 +215,12 @@ class _Chunk:
             delta = delta * changed[:, :, None, None]
             clean = self.clean_rows.to(delta.dtype)
             base = self.baseline.expand(len(stack), -1)
-            direct = self._score(clean + _take(delta, self.read_at))
+            direct = self.score(clean + take_rows(delta, self.read_at))
             if not self.whole:
                 direct = torch.where(changed, direct, base)
             else:
                 # With hooks of the caller on, the clean value is the model's own.
-                ours = self._score(clean[None])
+                ours = self.score(clean[None])
                 direct = torch.where(changed, base + direct - ours, base)
             total = base
             if bool(changed.any()):
@@ -210,9 +236,9 @@ class _Chunk:
 
     def _total(self, stack: list[Variant], delta: Tensor, route: Route) -> Tensor:
         if route == "plain":
-            return self._score(self._propagate(stack, delta))
+            return self.score(self._propagate(stack, delta))
         if route == "replay":
-            return self._score(self._replayed(stack))
+            return self.score(self._replayed(stack))
         tokens = self.clean.tokens.repeat(len(stack), 1)
         logits = self.view.forward(tokens, hook_changes(self.view, stack, self.rows))
         return self._score_logits(logits.unflatten(0, (len(stack), len(self.clean))))
@@ -272,13 +298,65 @@ class _Chunk:
         first = self._first_changed(stack[0])
         for variant in stack[1:]:
             first = torch.minimum(first, self._first_changed(variant))
-        joined = self.view.parallel or self.view.attn_only
-        where = ("pre", "post" if joined else "mid", "mid", "post", "post")[place]
-        walk = _Walk(self.view, self.plain, self.clean, self.deltas, first, self.read_at)
-        start = self.clean.after(layer, where)
-        final = walk.run(layer, where, start + delta)
+        where = self._place_behind(place)
+        walk = Walk(self.view, self.plain, self.clean, self.deltas, first, self.read_at)
+        states = self.clean.after(layer, where) + delta
+        final = walk.run(layer, where, states if walk.whole else take_rows(states, walk.keys))
         unread = (self.read_at < first[:, None])[None, :, :, None]
         return torch.where(unread, self.clean_rows, final)
+
+    def write(self, written: Written) -> tuple[Tensor, Tensor]:
+        """Values written together, by our own blocks.
+
+        Args:
+            written: what is written where.
+
+        Returns:
+            Last states at the rows that are read [variant, rows, n, d_model]: of the model run
+            again, and with every later write frozen. Where nothing that is written reaches a row
+            they differ from the clean state by rounding alone.
+        """
+        assert self.plain is not None
+        (key, start), *later = written.by_stage(self.view)
+        change = StageChange(self.clean, self.plain, self.deltas)
+        first = torch.where(written.valid, written.index, self.clean.width).amin(1)
+        first = torch.minimum(first, self.clean.lengths.to(first.device) - 1)
+        rest = [site for _, part in later for site in part.values]
+        walk = Walk(
+            self.view,
+            self.plain,
+            self.clean,
+            self.deltas,
+            first,
+            self.read_at,
+            written.of(rest) if rest else None,
+        )
+        delta = change.at(start, walk.keys)
+        place = self._place_behind(key[1])
+        states = take_rows(self.clean.after(key[0], place), walk.keys)
+        final = walk.run(key[0], place, states + delta)
+        frozen = take_rows(delta, walk.chosen)
+        for (_, stage_place), part in later:
+            here = change.at(part, self.read_at)
+            # A state is what it is set to, whatever was changed before it.
+            is_state = stage_place in (0, 2, 4)
+            frozen = torch.where(self._within(part), here, frozen) if is_state else frozen + here
+        unread = (self.read_at < first[:, None])[None, :, :, None]
+        direct = self.clean_rows + frozen
+        return (
+            torch.where(unread, self.clean_rows, final),
+            torch.where(unread, self.clean_rows, direct),
+        )
+
+    def _within(self, written: Written) -> Tensor:
+        """Which of the rows that are read are written at [1, rows, n, 1]."""
+        same = written.index[:, None] == self.read_at[:, :, None]
+        return (same & written.valid[:, None]).any(2)[None, :, :, None]
+
+    def _place_behind(self, place: int) -> Place:
+        """The state that is whole again behind a stage of a layer."""
+        joined = self.view.parallel or self.view.attn_only
+        return ("pre", "post" if joined else "mid", "mid", "post", "post")[place]
 
     # Replay route
 
@@ -290,30 +368,36 @@ class _Chunk:
             for layer in range(first, view.n_layers):
                 states = clean.calls.call(layer, states)
         states = states.unflatten(0, (len(stack), len(clean)))
-        return _take(states, self.read_at)
+        return take_rows(states, self.read_at)
 
     # Scores
 
-    def _score(self, states: Tensor) -> Tensor:
-        """Last states [variant, rows, n, d_model] -> the metric [variant, rows]."""
+    def score(self, states: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Last states [variant, rows, n, d_model] -> the metric [variant, rows].
+
+        Args:
+            states: the states.
+            scale: a divisor for the final norm [rows, n] instead of the states' own.
+        """
         found = []
         for piece in self._pieces(states.shape):
             variants, prompts = piece
-            logits = self._logits(states[variants, prompts], prompts)
+            divisor = None if scale is None else scale[prompts]
+            logits = self._logits(states[variants, prompts], prompts, divisor)
             clean = self._clean_part(prompts) if self.reading.needs_clean else None
             found.append((piece, self.reading.evaluate(logits, self._absolute(prompts), clean)))
         return _assembled(found, states.shape[:2])
 
     def _score_logits(self, logits: Tensor) -> Tensor:
         """The model's own logits [variant, rows, pos, d_vocab] -> the metric."""
-        taken = _take(logits, self.read_at).to(self.view.compute_dtype)
+        taken = take_rows(logits, self.read_at).to(self.view.compute_dtype)
         columns = self._columns(slice(0, len(self.clean)))
         if columns is not None:
             index = columns[None, :, None].expand(*taken.shape[:3], -1)
             taken = taken.gather(-1, index)
         clean = None
         if self.reading.needs_clean:
-            clean = _take(self._own_logits(), self.read_at).to(self.view.compute_dtype)
+            clean = take_rows(self._own_logits(), self.read_at).to(self.view.compute_dtype)
         return self.reading.evaluate(taken, self.rows, clean)
 
     def _pieces(self, shape: torch.Size) -> Iterator[tuple[slice, slice]]:
@@ -335,14 +419,14 @@ class _Chunk:
         columns = self.reading.columns
         return None if columns is None else columns[self._absolute(prompts)].to(self.view.device)
 
-    def _logits(self, states: Tensor, prompts: slice) -> Tensor:
+    def _logits(self, states: Tensor, prompts: slice, scale: Tensor | None = None) -> Tensor:
         view = self.view
         columns = self._columns(prompts)
         if columns is None:
-            logits = view.readout(states)
+            logits = view.readout(states, scale)
         else:
             chosen, bias = self._unembedding
-            normed = view.final_norm(states.to(view.compute_dtype))
+            normed = view.final_norm(states.to(view.compute_dtype), scale)
             logits = torch.einsum("vbnm,bkm->vbnk", normed, chosen[prompts])
             logits = logits + bias[prompts][None, :, None]
         return logits if view.softcap is None else view.softcap * torch.tanh(logits / view.softcap)
@@ -363,64 +447,6 @@ class _Chunk:
             everything = slice(0, len(self.clean))
             self._clean_logits = self._logits(self.clean_rows[None], everything)[0]
         return self._clean_logits[prompts]
-
-
-class _Walk:
-    """Changed rows on their way through our own blocks."""
-
-    def __init__(
-        self,
-        view: ModelView,
-        plain: PlainBlocks,
-        clean: Clean,
-        deltas: Deltas,
-        first: Tensor,
-        read_at: Tensor,
-    ) -> None:
-        self.view, self.plain, self.clean, self.deltas = view, plain, clean, deltas
-        lengths = clean.lengths.to(first.device)
-        n_rows = int((lengths - first).max())
-        # Whole rows go through one fused attention; leaving a few out is not worth the masks.
-        self.whole = n_rows * 4 > clean.width * 3
-        if self.whole:
-            self.first = torch.zeros_like(first)
-            self.keys = clean.positions.to(first.device)
-        else:
-            self.first = first
-            keys = first[:, None] + torch.arange(n_rows, device=first.device)
-            self.keys = torch.where(keys < lengths[:, None], keys, -1)
-        self.read_at = read_at
-        self.chosen = (read_at - self.first[:, None]).clamp(0, self.keys.shape[1] - 1)
-
-    def run(self, layer: int, place: str, states: Tensor) -> Tensor:
-        """States [variant, rows, pos, d_model] at a stage -> last states at the rows read."""
-        states = states if self.whole else _take(states, self.keys)
-        last = self.view.n_layers - 1
-        for number in range(layer, last + 1):
-            if place == "pre":
-                states = self._block(number, states, number == last)
-            elif place == "mid":
-                states = _take(states, self.chosen) if number == last else states
-                states = states + self.plain.mlp_write(number, states)
-            elif number == last:
-                states = _take(states, self.chosen)
-            place = "pre"
-        return states
-
-    def _block(self, layer: int, states: Tensor, is_last: bool) -> Tensor:
-        plain = self.plain
-        keys = self.keys.clamp_min(0)
-        q, k, v = plain.project(layer, states, keys)
-        if is_last:
-            q, states = _take(q, self.chosen), _take(states, self.chosen)
-        if self.whole and not is_last:
-            z = plain.attend_causal(q, k, v)
-        else:
-            queries = self.read_at if is_last else self.keys
-            clean = None if self.whole else self.deltas.keys_and_values(layer)
-            # A row that is not there may look at position 0; what it gets is never read.
-            z = plain.attend_rows(q, k, v, queries.clamp_min(0), self.keys, clean, self.first)
-        return plain.add_writes(layer, states, z)
 
 
 class _Checks:
@@ -481,18 +507,6 @@ def _agree(found: Tensor, expected: Tensor, clean: Clean) -> bool:
     difference = (found - expected)[real].abs().max()
     tolerance = _TOLERANCE.get(clean.view.dtype, 2e-2)
     return bool(difference <= tolerance * expected[real].abs().max())
-
-
-def _take(states: Tensor, index: Tensor) -> Tensor:
-    """[..., rows, pos, *] at [rows, n] -> [..., rows, n, *]; -1 is read as 0.
-
-    The leading axis of variants is optional, told by the index's number of rows.
-    """
-    index = index.to(states.device).clamp_min(0)
-    row = torch.arange(index.shape[0], device=index.device)[:, None]
-    if states.ndim > 3:
-        return states[:, row, index]
-    return states[row, index]
 
 
 def _assembled(found: list[tuple[tuple[slice, slice], Tensor]], shape: torch.Size) -> Tensor:

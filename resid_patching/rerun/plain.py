@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch import Tensor
 from resid_patching.models import ModelView, Norm
 
 Activation = Callable[[Tensor], Tensor]
+InputWriter = Callable[[str, Tensor], None]
+"""Called with "q", "k" or "v" and [v, b, r, head, d_head] before rotation; changes it in place."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": F.gelu,
@@ -68,8 +71,7 @@ class Weights:
 
     ln1: Norm
     ln2: Norm | None
-    W_QKV: Tensor
-    b_QKV: Tensor
+    qkv: Callable[[], tuple[Tensor, Tensor]]
     W_O: Tensor
     b_O: Tensor
     W_in: Tensor | None
@@ -79,6 +81,21 @@ class Weights:
     W_out: Tensor | None
     b_out: Tensor | None
     d_head: int
+
+    @property
+    def W_QKV(self) -> Tensor:
+        """The joined projection [d_model, (heads + 2 kv_heads) * d_head]."""
+        return self._joined[0]
+
+    @property
+    def b_QKV(self) -> Tensor:
+        """Its bias."""
+        return self._joined[1]
+
+    @cached_property
+    def _joined(self) -> tuple[Tensor, Tensor]:
+        """Made when first needed: it is a copy, and paths to the logits never read it."""
+        return self.qkv()
 
 
 class PlainBlocks:
@@ -111,11 +128,42 @@ class PlainBlocks:
             self._weights[layer] = _layer_weights(self.view, layer)
         return self._weights[layer]
 
-    def project(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """States [v, b, r, d_model] -> rotated q, k and v [v, b, r, heads, d_head]."""
+    def project(
+        self, layer: int, x: Tensor, positions: Tensor, write: InputWriter | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """States [v, b, r, d_model] -> rotated q, k and v [v, b, r, heads, d_head].
+
+        Args:
+            layer: whose projections.
+            x: the states.
+            positions: where their rows stand [b, r].
+            write: puts other values in the place of some heads' q, k or v.
+        """
         W = self.weights(layer)
-        q, k, v = self.split(layer, _norm(W.ln1, x) @ W.W_QKV + W.b_QKV)
+        parts = self.split(layer, _norm(W.ln1, x) @ W.W_QKV + W.b_QKV)
+        if write is not None:
+            for which, part in zip("qkv", parts, strict=True):
+                write(which, part)
+        q, k, v = parts
         return self.rotate(q, positions), self.rotate(k, positions), v
+
+    def normed(self, layer: int, x: Tensor, base: Tensor | None = None) -> Tensor:
+        """States as the heads of a layer read them; see `_norm` for `base`."""
+        return _norm(self.weights(layer).ln1, x, base)
+
+    def inputs(self, layer: int, which: str, heads: list[int], normed: Tensor) -> Tensor:
+        """Normed states [..., d_model] -> some heads' q, k or v, not rotated [..., n, d_head]."""
+        W = self.weights(layer)
+        start = {"q": 0, "k": self.n_heads, "v": self.n_heads + self.n_kv_heads}[which]
+        weight = W.W_QKV.unflatten(1, (-1, W.d_head))
+        bias = W.b_QKV.unflatten(0, (-1, W.d_head))
+        columns = [start + head for head in heads]
+        if columns == list(range(start, start + len(heads))):  # a view, where a choice is a copy
+            span = slice(start, start + len(heads))
+            chosen, shift = weight[:, span].flatten(1), bias[span].flatten()
+        else:
+            chosen, shift = weight[:, columns].flatten(1), bias[columns].flatten()
+        return (normed @ chosen + shift).unflatten(-1, (len(heads), W.d_head))
 
     def split(self, layer: int, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The joined projection, by head."""
@@ -172,6 +220,22 @@ class PlainBlocks:
         z = torch.einsum("bhvmp,bphd->vbmhd", pattern[..., :width], old_v)
         return z + torch.einsum("bhvmr,vbrhd->vbmhd", pattern[..., width:], v)
 
+    def attend_some(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        """Some rows of some heads, over whole keys and values.
+
+        Args:
+            q: [v, b, r, head, d_head].
+            k: for each of these heads [b, pos, head, d_head], or with an axis of variants before.
+            v: as k.
+            positions: where the rows of q stand [b, r].
+        """
+        names = "vbphd" if k.ndim == 5 else "bphd"
+        scores = torch.einsum(f"vbrhd,{names}->vbhrp", q, k) * self.scale
+        seen = torch.arange(k.shape[-3], device=q.device) <= positions[:, :, None]
+        pattern = scores.masked_fill(~seen[None, :, None], -torch.inf).softmax(-1)
+        names = "vbphd" if v.ndim == 5 else "bphd"
+        return torch.einsum(f"vbhrp,{names}->vbrhd", pattern, v)
+
     def _per_query_head(self, t: Tensor, dim: int) -> Tensor:
         groups = self.n_heads // self.n_kv_heads
         return t if groups == 1 else t.repeat_interleave(groups, dim)
@@ -181,17 +245,24 @@ class PlainBlocks:
         W = self.weights(layer)
         return z.flatten(-2) @ W.W_O + W.b_O
 
-    def mlp_write(self, layer: int, x: Tensor) -> Tensor:
-        """The state the MLP reads -> what it adds to the stream."""
+    def mlp_write(self, layer: int, x: Tensor, base: Tensor | None = None) -> Tensor:
+        """The state the MLP reads -> what it adds to the stream; see `_norm` for `base`."""
+        return self.mlp_out(layer, self.mlp_post(layer, x, base))
+
+    def mlp_post(self, layer: int, x: Tensor, base: Tensor | None = None) -> Tensor:
+        """The state the MLP reads -> its neurons' activations [..., d_mlp]."""
         W = self.weights(layer)
-        assert W.ln2 is not None and W.W_in is not None and W.W_out is not None
-        assert W.b_in is not None and W.b_out is not None
-        inside = _norm(W.ln2, x)
+        assert W.ln2 is not None and W.W_in is not None and W.b_in is not None
+        inside = _norm(W.ln2, x, base)
         if W.W_gate is None:
-            post = self.activation(inside @ W.W_in + W.b_in)
-        else:
-            gate = inside @ W.W_gate if W.b_gate is None else inside @ W.W_gate + W.b_gate
-            post = self.activation(gate) * (inside @ W.W_in) + W.b_in
+            return self.activation(inside @ W.W_in + W.b_in)
+        gate = inside @ W.W_gate if W.b_gate is None else inside @ W.W_gate + W.b_gate
+        return self.activation(gate) * (inside @ W.W_in) + W.b_in
+
+    def mlp_out(self, layer: int, post: Tensor) -> Tensor:
+        """Neurons' activations [..., d_mlp] -> what the MLP adds to the stream."""
+        W = self.weights(layer)
+        assert W.W_out is not None and W.b_out is not None
         return post @ W.W_out + W.b_out
 
     def add_writes(self, layer: int, states: Tensor, z: Tensor) -> Tensor:
@@ -202,7 +273,10 @@ class PlainBlocks:
         return after + self.mlp_write(layer, states if self.view.parallel else after)
 
 
-def _norm(norm: Norm, x: Tensor) -> Tensor:
+def _norm(norm: Norm, x: Tensor, base: Tensor | None = None) -> Tensor:
+    """The norm of x, with its own statistics, or divided by the scale that `base` has."""
+    if base is not None:
+        return norm(x, norm.scale(base))
     if norm.kind == "LN":
         return F.layer_norm(x, x.shape[-1:], norm.gain, norm.bias, norm.eps)
     if norm.kind == "RMS":
@@ -214,9 +288,13 @@ def _layer_weights(view: ModelView, layer: int) -> Weights:
     block = view.model.blocks[layer]
     W_O = view.W_O(layer)
     d_head = W_O.shape[1]
-    q = _projection(view, block.attn, "Q", view.n_heads, d_head)
-    k = _projection(view, block.attn, "K", view.n_kv_heads, d_head)
-    v = _projection(view, block.attn, "V", view.n_kv_heads, d_head)
+
+    def qkv() -> tuple[Tensor, Tensor]:
+        q = _projection(view, block.attn, "Q", view.n_heads, d_head)
+        k = _projection(view, block.attn, "K", view.n_kv_heads, d_head)
+        v = _projection(view, block.attn, "V", view.n_kv_heads, d_head)
+        return torch.cat([q[0], k[0], v[0]], 1), torch.cat([q[1], k[1], v[1]])
+
     mlp = None if view.attn_only else block.mlp
     gate = getattr(mlp, "W_gate", None)
     W_in = None if mlp is None else mlp.W_in.detach()
@@ -226,8 +304,7 @@ def _layer_weights(view: ModelView, layer: int) -> Weights:
     return Weights(
         ln1=view._norm(block.ln1) if hasattr(block, "ln1") else view._norm(None),
         ln2=view._norm(norm2 if norm2 is not None or not view.parallel else block.ln1),
-        W_QKV=torch.cat([q[0], k[0], v[0]], 1),
-        b_QKV=torch.cat([q[1], k[1], v[1]]),
+        qkv=qkv,
         W_O=W_O.detach().reshape(-1, view.d_model),
         b_O=view.b_O(layer).detach(),
         W_in=W_in,

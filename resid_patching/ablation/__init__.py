@@ -1,0 +1,27 @@
+"""Ablation: what replacing a part of the model does, the kind named by the caller."""
+
+from resid_patching.ablation.ablating import ablate, measure
+from resid_patching.ablation.effect import Effect
+from resid_patching.ablation.kinds import Kind, Mean, Path, Resample, Zero
+from resid_patching.ablation.linearised import Linearised, linearised_paths
+from resid_patching.ablation.targets import Targets, heads, neurons, streams, writers
+from resid_patching.rerun import Route
+
+__all__ = [
+    "Effect",
+    "Kind",
+    "Linearised",
+    "Mean",
+    "Path",
+    "Resample",
+    "Route",
+    "Targets",
+    "Zero",
+    "ablate",
+    "heads",
+    "linearised_paths",
+    "measure",
+    "neurons",
+    "streams",
+    "writers",
+]

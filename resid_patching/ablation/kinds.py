@@ -1,0 +1,183 @@
+"""What a target is replaced with: zero, mean, resample, and along a path alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from resid_patching.errors import AblationError
+from resid_patching.paths import Readers, reader_set
+from resid_patching.prompts import Positions
+from resid_patching.run import Run
+
+_KINDS = """the kinds are
+  Zero()                                                the target writes nothing
+  Mean(reference, over=("batch",))                      its mean over the runs of `reference`
+  Resample(source, pairing="rowwise")                   its value in the run `source`
+  Path(to="logits", using=Zero(), mlps="recompute")     only what it sends to `to` is replaced"""
+
+_MLPS = """mlps has no default, and signs differ between the two:
+  "recompute"   MLPs between sender and reader answer the change (Wang et al. 2022)
+  "freeze"      the one residual edge alone"""
+
+
+def refusal(message: str) -> AblationError:
+    """An error that shows the kinds."""
+    return AblationError(f"{message}; {_KINDS}")
+
+
+@dataclass(frozen=True)
+class Zero:
+    """The target writes nothing: its activation is replaced by zeros.
+
+    On a head this leaves the layer's output bias in place, a writer of its own (`attn.6.bias`);
+    on `attn.6` heads and bias go together.
+    """
+
+    def __str__(self) -> str:
+        return "zero"
+
+
+@dataclass(frozen=True, eq=False)
+class Mean:
+    """The target's activation is replaced by its mean over a reference run.
+
+    Attributes:
+        reference: a run over the same model; its pads are left out.
+        over: the averaged axes, required: ("batch",) keeps position and needs prompts of one
+            length, ("batch", "pos") is one mean for all positions.
+        at: positions of the reference that are averaged (one, or one for each of its prompts)
+            instead of all; the mean is then used at every edited position, which aligns prompts
+            of unequal length by a named position.
+    """
+
+    reference: Any = None
+    over: Any = None
+    at: Positions = None
+
+    def __post_init__(self) -> None:
+        _require_run("Mean", "reference", self.reference)
+        over = (self.over,) if isinstance(self.over, str) else self.over
+        names = tuple(sorted(over)) if isinstance(over, tuple | list) else None
+        if names not in (("batch",), ("batch", "pos")):
+            raise refusal(
+                "Mean: over is ('batch',), which keeps position, or ('batch', 'pos'), which does "
+                f"not, and has no default; got {self.over!r}"
+            )
+        object.__setattr__(self, "over", names)
+
+    def __str__(self) -> str:
+        where = "" if self.at is None else " at named positions"
+        axes = " and ".join(self.over)
+        return f"mean over {axes}{where} of {count_prompts(self.reference)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Resample:
+    """The target's activation is replaced by its value on other prompts, at the same positions.
+
+    Attributes:
+        source: a run over the same model.
+        pairing: `rowwise` pairs row i with row i; `shuffle` draws rows of the source with a seed,
+            never a row's own.
+        seed: required by `shuffle`, refused by `rowwise`.
+    """
+
+    source: Any = None
+    pairing: Any = "rowwise"
+    seed: Any = None
+
+    def __post_init__(self) -> None:
+        _require_run("Resample", "source", self.source)
+        if self.pairing not in ("rowwise", "shuffle"):
+            raise refusal(f"Resample: pairing is 'rowwise' or 'shuffle', got {self.pairing!r}")
+        is_number = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if self.pairing == "shuffle" and not is_number:
+            raise refusal(f"Resample: a shuffle needs a seed, such as seed=0; got {self.seed!r}")
+        if self.pairing == "rowwise" and self.seed is not None:
+            raise refusal("Resample: pairing='rowwise' draws nothing; leave out the seed")
+
+    def __str__(self) -> str:
+        seed = "" if self.seed is None else f", seed {self.seed}"
+        return f"resample {self.pairing} from {count_prompts(self.source)}{seed}"
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """Only what the target sends to chosen readers is replaced; everything else it does stays.
+
+        Path(to="logits", using=Resample(source), mlps="recompute")
+        Path(to=["9.9.q", "9.6.q", "10.0.q"], using=Zero(), mlps="freeze")    written together
+        Path(to=rp.readers("9.9.q", "9.6.q"), using=..., mlps=...)            side by side
+
+    Other heads keep their clean values between sender and readers. Several readers each take the
+    value they have with the others frozen, and are then written together.
+
+    Attributes:
+        to: the reader or readers.
+        using: what the target's value is replaced with: Zero, Mean or Resample.
+        mlps: `recompute` or `freeze`.
+
+    Source: Wang et al. 2022 (arXiv 2211.00593), section 3.1 and appendix B.
+    """
+
+    to: Any = None
+    using: Any = None
+    mlps: Any = None
+    ends: Readers = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.to is None:
+            raise refusal("Path: `to` names where the path ends, such as 'logits' or '10.0.q'")
+        ends = self.to if isinstance(self.to, Readers) else Readers((reader_set(self.to),))
+        object.__setattr__(self, "ends", ends)
+        if not isinstance(self.using, Zero | Mean | Resample):
+            raise refusal(
+                "Path: `using` says what the message is replaced with, Zero(), Mean(...) or "
+                f"Resample(...), and has no default; got {_named(self.using)}"
+            )
+        if self.mlps not in ("recompute", "freeze"):
+            raise AblationError(f"Path: mlps was {self.mlps!r}; {_MLPS}")
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether several alternatives were asked for, side by side."""
+        return isinstance(self.to, Readers)
+
+    def __str__(self) -> str:
+        mlps = "recomputed" if self.mlps == "recompute" else "frozen"
+        return f"path to {self.ends}, MLPs {mlps}, using {self.using}"
+
+
+Source: TypeAlias = Zero | Mean | Resample
+Kind: TypeAlias = Source | Path
+
+
+def require_kind(how: Any) -> Kind:
+    """A kind, or the error that lists them."""
+    if isinstance(how, Zero | Mean | Resample | Path):
+        return how
+    if how is None:
+        asked = "ablate needs a kind, and there is no default"
+    elif isinstance(how, type):
+        asked = f"ablate was given the class {how.__name__}; make one, such as {how.__name__}(...)"
+    else:
+        asked = f"ablate was given {how!r}, which is no kind of ablation"
+    raise refusal(asked)
+
+
+def _require_run(kind: str, name: str, value: Any) -> None:
+    if not isinstance(value, Run):
+        raise refusal(
+            f"{kind}: {name} is a run over the same model, rp.capture(model, prompts); got "
+            f"{type(value).__name__}"
+        )
+
+
+def _named(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+
+
+def count_prompts(run: Run) -> str:
+    """How many prompts a run has, and which they are."""
+    return f"{len(run)} prompt{'s' * (len(run) != 1)} ({run.prompts.hash[:8]})"

@@ -1,0 +1,319 @@
+"""The flags of `path-patch`: who sends, who reads, which prompts; read before a model is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from resid_patching.cli.frame import UsageError, add_answer_flags, count, spread
+from resid_patching.cli.scores import ANSWERED, METRICS, metric_name
+
+if TYPE_CHECKING:
+    from resid_patching.prompt_sets import PromptPairs
+
+_NAMED = ("IO", "S1", "S1+1", "S2", "END")
+_SWEEPS = {"heads": "every head", "layers": "every attention layer and MLP"}
+_MLPS = {
+    "freeze": "MLPs between sender and reader keep their values",
+    "recompute": "they answer the change",
+}
+_USING = {
+    "zero": "0",
+    "mean": "its mean over the source prompts",
+    "resample": "its value in the source prompt of the same row",
+}
+_CORRUPT = {
+    "names": "three other names in the source",
+    "swap": "the subject of the second clause swapped in the source",
+}
+
+
+def _choices(texts: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {text}" for name, text in texts.items())
+
+
+def add_sender_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say who sends."""
+    parser.add_argument(
+        "senders",
+        nargs="*",
+        metavar="SENDER",
+        help="who writes: 9.9 (a head), attn.9, mlp.9, embed, ...",
+    )
+    parser.add_argument(
+        "--sweep", choices=tuple(_SWEEPS), help=f"also, as senders, {_choices(_SWEEPS)}"
+    )
+    parser.add_argument(
+        "--joint", action="store_true", help="all senders together (unset: one at a time)"
+    )
+
+
+def add_path_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say who reads, and how."""
+    group = parser.add_argument_group("path")
+    group.add_argument(
+        "--to",
+        action="append",
+        metavar="READER",
+        help="who reads: logits, 10.0.q (or k, v), mlp.10.in, resid_pre.10 (or mid, post); "
+        "several are alternatives side by side",
+    )
+    group.add_argument(
+        "--to-sweep", choices=("q", "k", "v", "mlp"), help="also every reader of this kind"
+    )
+    group.add_argument(
+        "--together",
+        action="store_true",
+        help="all readers are written together (unset: one at a time, side by side)",
+    )
+    group.add_argument("--mlps", choices=tuple(_MLPS), required=True, help=_choices(_MLPS))
+    group.add_argument(
+        "--using",
+        choices=tuple(_USING),
+        required=True,
+        help=f"what the sender's value is replaced with; {_choices(_USING)}",
+    )
+    group.add_argument(
+        "--over",
+        choices=("batch", "batch,pos"),
+        metavar="batch|batch,pos",
+        help="axes of --using mean: batch: one mean for each position; batch,pos: one for all",
+    )
+    group.add_argument(
+        "--positions",
+        metavar="P",
+        help="the sender's position, from 0, or from the end if negative, or END; with "
+        f"--indirect-object also {', '.join(_NAMED[:-1])} (unset: all)",
+    )
+
+
+def add_pair_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that give pairs of prompts."""
+    group = parser.add_argument_group("prompts")
+    group.add_argument(
+        "--base", action="append", metavar="TEXT", help="the prompt that is run and changed"
+    )
+    group.add_argument(
+        "--source",
+        action="append",
+        metavar="TEXT",
+        help="the prompt that other values come from: one for each --base, or with --using mean "
+        "as many as the mean is taken over",
+    )
+    group.add_argument(
+        "--pairs",
+        metavar="FILE",
+        help="tab-separated UTF-8 whose first line names base, source and, if any, answer and "
+        "foil; or a .jsonl file with these keys",
+    )
+    group.add_argument(
+        "--indirect-object",
+        type=count,
+        metavar="N",
+        help='N pairs like "When Mary and John went to the store, John gave a drink to"',
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="seed of --indirect-object")
+    group.add_argument(
+        "--corrupt", choices=tuple(_CORRUPT), help=f"with --indirect-object; {_choices(_CORRUPT)}"
+    )
+
+
+def add_metric_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say what is measured."""
+    parser.add_argument(
+        "--metric",
+        choices=METRICS,
+        help="what is measured (unset: logit-diff with --answer and --foil)",
+    )
+    add_answer_flags(parser)
+    parser.add_argument(
+        "--linearised",
+        action="store_true",
+        help="also the value with readers' norms frozen, an approximation",
+    )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the flags give, read and checked before the model is loaded.
+
+    Attributes:
+        senders: the senders that are named.
+        readers: the readers that are named.
+        pairs: the prompts, or None where they are drawn for the model.
+        sources: the source prompts where a mean is taken over other than those of the pairs.
+        metric: the metric's name.
+    """
+
+    senders: list[Any]
+    readers: list[Any]
+    pairs: PromptPairs | None
+    sources: list[str] | None
+    metric: str
+
+
+def read_inputs(arguments: argparse.Namespace) -> Inputs:
+    """Reads and checks the flags.
+
+    Raises:
+        UsageError: a flag is missing, wrong, or does not go with another.
+        AddressError: a sender or reader is no address.
+        PromptError: a file of pairs is not as expected.
+    """
+    if not arguments.senders and arguments.sweep is None:
+        raise UsageError(
+            "no sender was given; name one, such as 9.9 or mlp.0, or --sweep heads|layers"
+        )
+    if not arguments.to and arguments.to_sweep is None:
+        raise UsageError(
+            "no reader was given; name one, such as --to logits or --to 10.0.q, or "
+            "--to-sweep q|k|v|mlp"
+        )
+    _require_axes(arguments)
+    _require_position(arguments)
+    senders, readers = _named_senders(arguments), _named_readers(arguments)
+    _require_pair_flags(arguments)
+    pairs = None if arguments.indirect_object else _given_pairs(arguments)
+    metric = _metric_of(arguments, pairs)
+    sources = arguments.source if arguments.using == "mean" else None
+    return Inputs(senders, readers, pairs, sources, metric)
+
+
+def _require_axes(arguments: argparse.Namespace) -> None:
+    if arguments.using == "mean" and arguments.over is None:
+        raise UsageError("--using mean needs its axes; give --over batch or --over batch,pos")
+    if arguments.using != "mean" and arguments.over is not None:
+        raise UsageError(f"--over goes with --using mean; leave it out for {arguments.using}")
+
+
+def _require_position(arguments: argparse.Namespace) -> None:
+    asked = arguments.positions
+    if asked is None or asked == "END" or re.fullmatch(r"-?\d+", asked):
+        return
+    if asked in _NAMED and arguments.indirect_object:
+        return
+    hint = "goes with --indirect-object" if asked in _NAMED else "is none"
+    raise UsageError(
+        f"--positions is a whole number, END or, with --indirect-object, "
+        f"{', '.join(_NAMED[:-1])}; {asked!r} {hint}"
+    )
+
+
+def _named_senders(arguments: argparse.Namespace) -> list[Any]:
+    from resid_patching.address import WRITERS, parse
+
+    named = list(dict.fromkeys(map(parse, arguments.senders)))
+    for sender in named:
+        if not isinstance(sender, WRITERS):
+            raise UsageError(
+                f"{sender} writes nothing to the stream, so no path starts there; senders are "
+                "heads such as 9.9, attn.9, mlp.9, mlp.9.2214, embed, pos_embed and the biases"
+            )
+    return named
+
+
+def _named_readers(arguments: argparse.Namespace) -> list[Any]:
+    from resid_patching.address import READERS, parse
+
+    named = list(dict.fromkeys(map(parse, arguments.to or [])))
+    for reader in named:
+        if not isinstance(reader, READERS):
+            raise UsageError(
+                f"{reader} reads nothing of the stream, so no path ends there; readers are "
+                "logits, 10.0.q (or k, v), mlp.10.in and resid_pre.10 (or mid, post)"
+            )
+    return named
+
+
+def _require_pair_flags(arguments: argparse.Namespace) -> None:
+    flags = {
+        "--base": arguments.base,
+        "--pairs": arguments.pairs,
+        "--indirect-object": arguments.indirect_object,
+    }
+    given = [flag for flag, value in flags.items() if value]
+    if len(given) != 1:
+        found = f"got {' and '.join(given)}" if given else "none was given"
+        raise UsageError(
+            f'prompts come from --base "..." with --source "...", from --pairs FILE, or from '
+            f"--indirect-object N; {found}"
+        )
+    if arguments.source and not arguments.base:
+        raise UsageError(f"--source goes with --base; {given[0]} has its own sources")
+    drawing = {"--seed": arguments.seed, "--corrupt": arguments.corrupt}
+    for flag, value in drawing.items():
+        if arguments.indirect_object and value is None:
+            choices = "N, such as --seed 0" if flag == "--seed" else "names or swap"
+            raise UsageError(f"--indirect-object draws prompts and needs {flag} {choices}")
+        if not arguments.indirect_object and value is not None:
+            raise UsageError(f"{flag} goes with --indirect-object; leave it out")
+
+
+def _given_pairs(arguments: argparse.Namespace) -> PromptPairs:
+    """The prompts of flags or of a file, with an answer and a foil for each where given."""
+    if arguments.base:
+        _require_sources(arguments)
+
+    from resid_patching.prompt_sets import PromptPairs, read_pairs
+
+    if arguments.base:
+        base = arguments.base
+        source = arguments.source if arguments.using == "resample" else base
+        return PromptPairs(
+            base,
+            source,
+            spread("answer", arguments.answer, base),
+            spread("foil", arguments.foil, base),
+            how=_given_text(arguments),
+        )
+    try:
+        pairs = read_pairs(arguments.pairs)
+    except OSError as error:
+        raise UsageError(f"{arguments.pairs} cannot be read: {error.strerror}") from None
+    if not (arguments.answer or arguments.foil):
+        return pairs
+    if pairs.answers is not None:
+        raise UsageError(f"{arguments.pairs} holds the answers; leave out --answer and --foil")
+    answers = spread("answer", arguments.answer, list(pairs.base))
+    foils = spread("foil", arguments.foil, list(pairs.base))
+    return PromptPairs(pairs.base, pairs.source, answers, foils, how=pairs.how)
+
+
+def _given_text(arguments: argparse.Namespace) -> str:
+    n_base, n_source = len(arguments.base), len(arguments.source or [])
+    what = "pair" if arguments.using == "resample" else "prompt"
+    text = f"{n_base} given {what}{'s' * (n_base > 1)}"
+    return f"{text}, {n_source} for the mean" if arguments.using == "mean" else text
+
+
+def _require_sources(arguments: argparse.Namespace) -> None:
+    n_base, n_source = len(arguments.base), len(arguments.source or [])
+    if arguments.using == "zero":
+        if n_source:
+            raise UsageError("--using zero reads no --source; leave it out, or give resample")
+    elif arguments.using == "mean" and not n_source:
+        raise UsageError("--using mean needs the prompts it is taken over; give --source for each")
+    elif arguments.using == "resample" and n_base != n_source:
+        raise UsageError(
+            f"--base was given {n_base} times and --source {n_source} times; give one source for "
+            "each base"
+        )
+    if arguments.foil and not arguments.answer:
+        raise UsageError('--foil needs --answer, such as --answer " Mary"')
+
+
+def _metric_of(arguments: argparse.Namespace, pairs: PromptPairs | None) -> str:
+    """The metric's name; answers that come with the prompts may go unread."""
+    if pairs is None:
+        if arguments.answer or arguments.foil:
+            raise UsageError("--indirect-object has its own answers; leave out --answer and --foil")
+        return arguments.metric or "logit-diff"
+    if arguments.answer or arguments.foil or pairs.answers is None:
+        return metric_name(arguments.metric, arguments.answer, arguments.foil)
+    answers, foils = list(pairs.answers), None if pairs.foils is None else list(pairs.foils)
+    if arguments.metric not in (None, "logit-diff"):
+        foils = None
+        answers = answers if arguments.metric in ANSWERED else None
+    return metric_name(arguments.metric, answers, foils)

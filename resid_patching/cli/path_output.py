@@ -1,0 +1,345 @@
+"""How patched paths are printed: prompts and where they differ, effects, and how to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from resid_patching.cli.effects import (
+    averaged,
+    mean_over,
+    print_cells,
+    signed,
+    target_text,
+    unit_text,
+)
+from resid_patching.cli.frame import (
+    bar,
+    fancy,
+    new_table,
+    print_line,
+    print_model,
+    printable,
+    quoted,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor
+
+    from resid_patching.ablation import Effect
+    from resid_patching.models import ModelView
+    from resid_patching.prompt_sets import Difference, PromptPairs
+    from resid_patching.prompts import Prompts
+
+_ROWS, _TOKENS = 4, 60  # pairs and tokens that are shown
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a command found, and what it knows of it.
+
+    Attributes:
+        effect: the effects.
+        pairs: the prompts as texts.
+        sources: the texts that other values come from; None for zero.
+        prompts: the base prompts as tokens.
+        where: the sender's positions, in words.
+        differing: where base and source differ, for each pair; None where none is resampled.
+        linearised: effects with the readers' norms frozen, shaped as the effect's values.
+        swept: whether the senders are all heads, one at a time.
+        using: zero, mean or resample.
+        mlps: freeze or recompute.
+        source: the metric in the source [batch].
+        recovery: shares of the way from base to source, [target] or [target, reader].
+        small_gap: whether base and source are too close for shares to mean much.
+    """
+
+    effect: Effect
+    pairs: PromptPairs
+    sources: Sequence[str] | None
+    prompts: Prompts
+    where: str
+    differing: list[list[Difference]] | None
+    linearised: Tensor | None
+    swept: bool
+    using: str
+    mlps: str
+    source: Tensor | None = None
+    recovery: Tensor | None = None
+    small_gap: bool = False
+
+    @property
+    def mark(self) -> str:
+        """What stands where no path leads from sender to reader."""
+        return "\N{MIDDLE DOT}" if fancy() else "."
+
+
+def print_found(
+    out: Console, view: ModelView, found: Found, stand_in: str | None, *, top: int
+) -> None:
+    """Prints prompts, direction, baselines, the effects, and how to read them.
+
+    Args:
+        out: where.
+        view: the model.
+        found: what was found.
+        stand_in: says so where the shipped model stands in for another.
+        top: rows shown.
+    """
+    print_model(out, view, found.effect.provenance, stand_in)
+    out.print()
+    _print_pairs(out, found)
+    out.print()
+    _print_question(out, found)
+    out.print()
+    print_line(out, "path", *_done(found).split("\t"), gap=" ")
+    print_line(out, "shown", unit_text(found.effect))
+    if found.effect.readers:
+        _print_edges(out, found, top)
+        _print_senders_by_readers(out, found, top)
+    else:
+        _print_senders(out, found, top)
+        if found.swept:
+            _print_heads(out, found)
+    out.print()
+    _print_reading(out, found)
+
+
+# Before the numbers
+
+
+def _print_pairs(out: Console, found: Found) -> None:
+    print_line(out, "pairs", *printable(found.pairs.how).split("\t"))
+    texts = found.prompts.token_texts[0]
+    items = [f"{position} {quoted(text)}" for position, text in enumerate(texts[:_TOKENS])]
+    if len(texts) > _TOKENS:
+        items.append(f"... {len(texts) - _TOKENS} more tokens")
+    print_line(out, "base", *items)
+    if found.differing is None:
+        return
+    many = len(found.differing) > 1
+    for row, differences in enumerate(found.differing[:_ROWS]):
+        items = [
+            f"{position} {quoted(base)} -> {quoted(source)}"
+            for position, base, source in differences[:_TOKENS]
+        ]
+        if len(differences) > _TOKENS:
+            items.append(f"... {len(differences) - _TOKENS} more tokens")
+        name = [f"pair {row}:"] if many else []
+        print_line(out, "" if row else "differs", *name, *(items or ["nowhere: its own source"]))
+    if len(found.differing) > _ROWS:
+        print_line(out, "", f"... {len(found.differing) - _ROWS} more pairs")
+
+
+def _print_question(out: Console, found: Found) -> None:
+    effect = found.effect
+    replaced = {
+        "zero": "by what it is with the sender at zero,",
+        "mean": "by what it is with the sender at its mean over the source prompts,",
+        "resample": "by what it is with the sender at its value in source,",
+    }[found.using]
+    print_line(
+        out,
+        "change",
+        "base runs;",
+        "only the sender's message to the reader is replaced,",
+        replaced,
+        f"at {found.where}",
+        gap=" ",
+    )
+    mlps = {
+        "recompute": "recompute: MLPs between sender and reader answer the change;",
+        "freeze": "freeze: MLPs between sender and reader keep their values;",
+    }[found.mlps]
+    print_line(out, "mlps", mlps, "other heads keep theirs", gap=" ")
+    base = float(mean_over(effect, effect.baseline))
+    items = [f"{_metric_text(effect)}:", f"base {base:+.4f} {effect.unit}"]
+    if found.source is not None:
+        source = float(found.source.double().mean())
+        items.append(f"source {source:+.4f}")
+        items.append(f"source - base {source - base:+.4f}")
+    if effect.baseline.shape[0] > 1:
+        items.append(f"({averaged(effect)})")
+    print_line(out, "baseline", *items)
+
+
+def _metric_text(effect: Effect) -> str:
+    each = "(one a prompt) - (one a prompt)"
+    return printable(effect.metric.replace(each, "of each prompt's answer - foil"))
+
+
+def _done(found: Found) -> str:
+    """What was done, with tabs where the line may be broken."""
+    joint = ", senders together" if found.effect.joint else ""
+    how = printable(found.effect.how.removeprefix("path "))
+    return f"{how}{joint}, at {found.where}".replace(", ", ",\t")
+
+
+# The numbers
+
+
+def _shares(found: Found) -> Tensor | None:
+    """Shares of the gap, where it is large enough to be shared."""
+    return None if found.small_gap else found.recovery
+
+
+def _share(value: Any) -> str:
+    text = "n/a" if bool(value.isnan()) else f"{100 * float(value):+.1f}%"
+    return "0.0%" if text in ("+0.0%", "-0.0%") else text
+
+
+def _print_senders(out: Console, found: Found, top: int) -> None:
+    effect = found.effect
+    total, direct = mean_over(effect, effect.total), mean_over(effect, effect.direct)
+    columns = {"total": [signed(value) for value in total]}
+    if effect.baseline.shape[0] > 1:
+        spread = effect.total.detach().double().cpu().std(-1)
+        columns["sd"] = ["n/a" if bool(v.isnan()) else f"{float(v):.4f}" for v in spread]
+    if not _ends_at_logits(effect):
+        columns["direct"] = [signed(value) for value in direct]
+        columns["indirect"] = [signed(value) for value in total - direct]
+    shares = _shares(found)
+    if shares is not None:
+        columns["recovery"] = [_share(value) for value in shares]
+    if found.linearised is not None:
+        columns["linearised"] = [signed(v) for v in mean_over(effect, found.linearised)]
+    order = _by_size(total)
+    shown = order[:top] or list(range(len(effect.targets)))[:top]
+    table = new_table("sender", *columns, "")
+    for number in shown:
+        cells = [column[number] for column in columns.values()]
+        table.add_row(target_text(effect.targets[number]), *cells, _bar(total[number], total))
+    out.print(table)
+    _print_left_out(out, len(order) - top, "senders", len(order))
+    if n_without := len(effect.targets) - len(order):
+        out.print(f"{n_without} of {len(effect.targets)} senders have no path to the reader: n/a")
+
+
+def _bar(value: Any, values: Tensor) -> str:
+    """A bar, none where the numbers all read as 0."""
+    largest = float(values.nan_to_num().abs().max())
+    return bar(float(value.nan_to_num()), largest if largest >= 5e-5 else 0.0, 10)
+
+
+def _by_size(values: Tensor) -> list[int]:
+    """Places of a list of values, largest first; NaN is left out."""
+    order = values.nan_to_num().abs().sort(descending=True, stable=True).indices.tolist()
+    return [number for number in order if not bool(values[number].isnan())]
+
+
+def _print_left_out(out: Console, n: int, what: str, n_all: int) -> None:
+    if n > 0:
+        out.print(f"and {n} more {what} (--top {n_all} shows all)")
+
+
+def _ends_at_logits(effect: Effect) -> bool:
+    return effect.how.startswith("path to logits,")
+
+
+def _print_heads(out: Console, found: Found) -> None:
+    """Layer x head of totals of the heads that were swept."""
+    means = mean_over(found.effect, found.effect.grid().values)
+    out.print()
+    out.print(f"total effect in {found.effect.unit}, layer by head{_legend(found, means)}")
+    rows = [f"{layer:>4}" for layer in range(means.shape[0])]
+    print_cells(out, means, rows, missing=found.mark, heat=True)
+
+
+def _legend(found: Found, values: Tensor) -> str:
+    """The mark's meaning, where it occurs."""
+    return f" ({found.mark} no path: it writes too late)" if bool(values.isnan().any()) else ""
+
+
+def _print_edges(out: Console, found: Found, top: int) -> None:
+    """The strongest paths of all."""
+    effect = found.effect
+    total, direct = mean_over(effect, effect.total), mean_over(effect, effect.direct)
+    shares = _shares(found)
+    linearised = None if found.linearised is None else mean_over(effect, found.linearised)
+    order = _by_size(total.flatten())
+    names = ["total", "direct", "indirect"]
+    names += ["recovery"] * (shares is not None) + ["linearised"] * (linearised is not None)
+    table = new_table("path", *names, "")
+    for place in order[:top]:
+        cell = divmod(place, len(effect.readers))
+        cells = [signed(total[cell]), signed(direct[cell]), signed(total[cell] - direct[cell])]
+        if shares is not None:
+            cells.append(_share(shares[cell]))
+        if linearised is not None:
+            cells.append(signed(linearised[cell]))
+        name = f"{target_text(effect.targets[cell[0]])} -> {printable(effect.readers[cell[1]])}"
+        table.add_row(name, *cells, _bar(total[cell], total))
+    out.print(table)
+    _print_left_out(out, len(order) - top, "paths", len(order))
+
+
+def _print_senders_by_readers(out: Console, found: Found, top: int) -> None:
+    """Totals of the strongest senders and readers, in the order they were given."""
+    effect = found.effect
+    total = mean_over(effect, effect.total)
+    sizes = total.nan_to_num().abs()
+    rows = sorted(_with_a_path(sizes.amax(1), total.isnan().all(1), top))
+    columns = sorted(_with_a_path(sizes.amax(0), total.isnan().all(0), top))
+    if not rows:
+        out.print("no sender writes before a reader reads: there is no path")
+        return
+    means = total[rows][:, columns]
+    out.print()
+    out.print(f"total effect in {effect.unit}, sender by reader{_legend(found, means)}")
+    names = [target_text(effect.targets[row]) for row in rows]
+    width = max(map(len, names))
+    readers = [printable(effect.readers[column]) for column in columns]
+    print_cells(
+        out, means, [f"{n:<{width}}" for n in names], readers, missing=found.mark, heat=True
+    )
+    left = []
+    for what, shown, names in (
+        ("sender", rows, effect.targets),
+        ("reader", columns, effect.readers),
+    ):
+        if len(names) > len(shown):
+            n = len(names) - len(shown)
+            left.append(f"{n} more {what}{'s' * (n > 1)}")
+    if left:
+        out.print(f"and {' and '.join(left)}, weaker or without a path (--top N shows more)")
+
+
+def _with_a_path(sizes: Tensor, none: Tensor, top: int) -> list[int]:
+    order = sizes.sort(descending=True, stable=True).indices.tolist()
+    return [number for number in order if not bool(none[number])][:top]
+
+
+# After the numbers
+
+
+def _print_reading(out: Console, found: Found) -> None:
+    effect = found.effect
+    if _ends_at_logits(effect):
+        out.print("total: the logits with the path replaced; nothing follows, so direct = total.")
+    else:
+        out.print(
+            "total: the reader changed, all behind it run again; direct: later writes frozen; "
+            "indirect: the rest."
+        )
+    if _shares(found) is not None:
+        out.print("recovery: total / (source - base); 100% makes the base prompts as the source's.")
+    elif found.small_gap:
+        out.print("recovery is not shown: base and source nearly agree, so read the raw effects.")
+    if found.linearised is not None:
+        out.print("linearised: with the reader's norm frozen, an approximation of the total.")
+    out.print(f"Sign: {_sign(found)}.")
+    if found.using == "resample":
+        out.print("Direction: source into base. The other way round is another experiment.")
+
+
+def _sign(found: Found) -> str:
+    if found.effect.metric.startswith(("KL", "change")):
+        return "effects run from 0 up, and say how far the prediction moves"
+    other = {
+        "zero": "without the message",
+        "mean": "with the mean message",
+        "resample": "with the source's message",
+    }[found.using]
+    return f"negative: {other} the metric is lower, so in base the sender raises it"

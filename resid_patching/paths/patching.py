@@ -1,0 +1,351 @@
+"""Path patching over senders and readers: values carried to the readers, written, run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from resid_patching.address import Attn, HeadInput, Reader, Stream, hook_name
+from resid_patching.errors import UnsupportedModelError
+from resid_patching.models import ModelView
+from resid_patching.paths.closed import MLPs, Read, Stack
+from resid_patching.paths.hooked import moved_rows, names_to_keep, read_hooked
+from resid_patching.paths.readers import (
+    Readers,
+    ReaderSet,
+    read_at_stage,
+    site_of,
+    starts_at_stage,
+)
+from resid_patching.prompts import PositionIndex
+from resid_patching.rerun import (
+    Chunk,
+    Edit,
+    Fill,
+    Reading,
+    Route,
+    Variant,
+    Written,
+    chunks,
+    hooks_to_keep,
+    may_be_plain,
+    require_acting,
+    take_rows,
+)
+from resid_patching.run import Run
+
+# Rows that senders are carried through the layers in, and that readers' changes are run in.
+CARRIED_ROWS, WRITTEN_ROWS = 2048, 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Patched:
+    """What patching the paths did to the metric; NaN where no write reaches a reader.
+
+    Attributes:
+        baseline: the clean run's value [batch].
+        patched: with the readers written and the model run again [sender, readers, batch].
+        direct: with the same change carried to the last state, all later writes frozen.
+        routes: the routes that were taken.
+    """
+
+    baseline: Tensor
+    patched: Tensor
+    direct: Tensor
+    routes: tuple[Route, ...]
+
+
+@torch.no_grad()
+def patch_paths(
+    run: Run,
+    senders: Sequence[Variant],
+    ends: Readers,
+    reading: Reading,
+    *,
+    mlps: MLPs,
+    routes: Sequence[Route] = ("plain", "replay", "full"),
+    progress: Callable[[int], None] | None = None,
+    frozen_norms: bool = False,
+) -> Patched:
+    """Replaces what senders send to readers, and nothing else.
+
+    Args:
+        run: the clean run.
+        senders: the edits of each sender, all at the same positions.
+        ends: the readers.
+        reading: what the metric reads.
+        mlps: `recompute` lets MLPs between sender and reader answer, `freeze` does not.
+        routes: routes that may be taken, best first; `full` is always allowed.
+        progress: called with the number of (sender, readers) pairs just done.
+        frozen_norms: readers' norms keep the clean run's scale, an approximation.
+
+    Raises:
+        UnsupportedModelError: the model throws away what is put at a reader's hook, or frozen
+            norms were asked of a model that the closed form does not cover.
+    """
+    view = run.view
+    shape = (len(senders), len(ends.sets), len(run))
+    baseline = torch.full(shape[2:], torch.nan, dtype=view.compute_dtype, device=view.device)
+    patched = torch.full(shape, torch.nan, dtype=view.compute_dtype, device=view.device)
+    direct = patched.clone()
+    taken: set[Route] = set()
+    require_acting(view, [reader for reader in ends.all if isinstance(reader, HeadInput)])
+    for chunk in _chunks(run, senders, ends, reading, routes):
+        baseline[chunk.rows] = chunk.baseline
+        patcher = _Closed if is_closed(chunk, senders) else _Hooked
+        if patcher is _Hooked and frozen_norms:
+            raise UnsupportedModelError(
+                f"{view.name} ({view.kind}) is not covered by the closed form, so its norms "
+                "cannot be frozen at a reader; use the exact path"
+            )
+        work = patcher(chunk, senders, ends, mlps, frozen_norms)
+        for cell in work.cells():
+            patched[cell.senders, cell.column, chunk.rows] = cell.patched
+            direct[cell.senders, cell.column, chunk.rows] = cell.direct
+            taken.add(cell.route)
+            if progress is not None:
+                progress(cell.n_done)
+    return Patched(baseline, patched, direct, tuple(sorted(taken)))
+
+
+def _chunks(
+    run: Run, senders: Sequence[Variant], ends: Readers, reading: Reading, routes: Sequence[Route]
+) -> Iterator[Chunk]:
+    """Groups of prompts with a clean pass that kept what the route needs, and no more."""
+    view = run.view
+    needed = hooks_to_keep(run, senders)
+    if not (view.parallel or view.attn_only):
+        needed |= {hook_name(Attn(layer)) for layer in range(view.n_layers)}
+    held = names_to_keep(view) | hooks_to_keep(run, [tuple(_reader_edits(view, ends.all))])
+    if not may_be_plain(view, routes):
+        yield from chunks(run, needed | held, reading, routes)
+        return
+    for chunk in chunks(run, needed, reading, routes):
+        yield chunk if is_closed(chunk, senders) else chunk.again(run, needed | held)
+
+
+def is_closed(chunk: Chunk, senders: Sequence[Variant]) -> bool:
+    """Whether the closed form covers the model and every sender."""
+    return chunk.plain is not None and all(map(chunk.deltas.closed, senders))
+
+
+def _reader_edits(view: ModelView, readers: Sequence[Reader]) -> Iterator[Edit]:
+    """Edits that stand for the readers, to ask which activations they need."""
+    nowhere = PositionIndex(torch.full((1, 1), -1))
+    for reader in readers:
+        yield Edit(site_of(view, reader), nowhere, lambda rows, index: index)
+
+
+@dataclass(frozen=True, eq=False)
+class _Cell:
+    """Values of some senders for one column [senders, rows].
+
+    `n_done` also counts senders of which nothing reaches the column.
+    """
+
+    senders: list[int]
+    column: int
+    patched: Tensor
+    direct: Tensor
+    route: Route
+    n_done: int
+
+
+class _Work:
+    """One chunk of prompts: stacks of senders, each for every alternative."""
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        senders: Sequence[Variant],
+        ends: Readers,
+        mlps: MLPs,
+        frozen: bool,
+    ) -> None:
+        self.chunk, self.view = chunk, chunk.view
+        self.senders, self.ends, self.frozen = senders, ends, frozen
+        self.mlps: MLPs = mlps
+        self.index = senders[0][0].positions.index[chunk.rows].to(self.view.device)
+
+    def _is_last(self, readers: ReaderSet) -> bool:
+        """Whether the readers are the last state alone."""
+        return [site_of(self.view, reader) for reader in readers] == [self._last]
+
+    @property
+    def _last(self) -> Stream:
+        return Stream(self.view.n_layers - 1, "post")
+
+    def stacks(self) -> Iterator[list[int]]:
+        """Numbers of senders, in order of their first write, that are carried together."""
+        order = sorted(range(len(self.senders)), key=lambda n: starts_at_stage(self.senders[n]))
+        for part in even_parts(len(order), self._stack_size()):
+            yield order[part]
+
+    def _stack_size(self) -> int:
+        raise NotImplementedError
+
+    def _reached(self, moved: Tensor) -> Tensor:
+        """Which (sender, prompt) has a difference that causality leads to what is read."""
+        if self.chunk.whole:  # a hook of the caller may look ahead
+            return moved.any(2)
+        last = self.chunk.read_at.amax(1)
+        return (moved & (self.index <= last[:, None])).any(2)
+
+
+class _Closed(_Work):
+    """By the closed form and our own blocks."""
+
+    def __init__(self, chunk: Chunk, *rest: Any) -> None:
+        super().__init__(chunk, *rest)
+        self.aligned = all(map(self._is_last, self.ends.sets))
+        """Whether the positions are those that the metric reads, slot by slot."""
+        if self.aligned:
+            self.index = self._read_only(self.index)
+
+    def _read_only(self, where: Tensor) -> Tensor:
+        """The positions that the metric reads, where they are the senders': no others matter."""
+        read_at = self.chunk.read_at
+        is_sent = (read_at[:, :, None] == where[:, None]).any(2)
+        return torch.where(is_sent, read_at, -1)
+
+    def cells(self) -> Iterator[_Cell]:
+        for numbers in self.stacks():
+            senders = [self.senders[number] for number in numbers]
+            stack = Stack(self.chunk, self.index, senders, self.mlps, self.frozen)
+            reads = stack.read(self.ends.all)
+            reached = self._reached(stack.moved)
+            for column, readers in enumerate(self.ends.sets):
+                n = max(reads[reader].n for reader in readers)
+                found = {reader: reads[reader] for reader in readers}
+                patched, direct = self._patched(found, reached[:n])
+                yield _Cell(numbers[:n], column, patched, direct, "plain", len(numbers))
+
+    def _stack_size(self) -> int:
+        view, size = self.view, self.view.compute_dtype.itemsize
+        d_mlp = 0 if view.attn_only else view.n_neurons(0)
+        rows = self.index.numel()
+        held = sum(view.d_model if not isinstance(r, HeadInput) else 64 for r in self.ends.all)
+        per_sender = rows * size * (4 * view.d_model + 3 * d_mlp + held)
+        return max(1, min(CARRIED_ROWS // rows, self.chunk.max_bytes // (2 * per_sender)))
+
+    def _patched(self, reads: dict[Reader, Read], reached: Tensor) -> tuple[Tensor, Tensor]:
+        """The metric [senders, rows] with the readers written: run again, and later frozen."""
+        base = self.chunk.baseline.expand(len(reached), -1)
+        if not bool(reached.any()):
+            return base, base
+        if self._is_last(tuple(reads)):
+            (read,) = reads.values()
+            value = torch.where(reached, self._at_last(read), base)
+            return value, value
+        written = self._written(reads, len(reached))
+        patched, direct = base.clone(), base.clone()
+        for part in even_parts(len(reached), self._n_together()):
+            total, frozen = self.chunk.write(written.part(part))
+            patched[part] = torch.where(reached[part], self.chunk.score(total), base[part])
+            direct[part] = torch.where(reached[part], self.chunk.score(frozen), base[part])
+        return patched, direct
+
+    def _at_last(self, read: Read) -> Tensor:
+        """The metric of the clean last state plus the differences."""
+        assert read.changes is not None
+        chunk = self.chunk
+        change = read.changes
+        if not self.aligned:
+            change = _at_positions(change, self.index, chunk.read_at)
+        base = chunk.clean_rows
+        scale = self.view.final_norm.scale(base.to(self.view.compute_dtype))
+        return chunk.score(base + change, scale if self.frozen else None)
+
+    def _written(self, reads: dict[Reader, Read], n: int) -> Written:
+        """The readers' values for all senders; clean ones for senders that do not reach one."""
+        values, changes = {}, {}
+        for reader, read in reads.items():
+            site = site_of(self.view, reader)
+            missing = n - read.n
+            clean = read.clean.expand(missing, *read.clean.shape)
+            values[site] = torch.cat([read.values, clean]) if missing else read.values
+            if read.changes is not None:
+                none = torch.zeros_like(clean)
+                changes[site] = torch.cat([read.changes, none]) if missing else read.changes
+        return Written(self.index, values, changes)
+
+    def _n_together(self) -> int:
+        """Senders whose changes are run together behind the readers."""
+        chunk, view = self.chunk, self.view
+        first = torch.where(self.index >= 0, self.index, chunk.clean.width).amin(1)
+        n_rows = max(1, int((chunk.clean.lengths.to(first.device) - first).max()))
+        per_sender = len(chunk.clean) * n_rows
+        n_bytes = per_sender * view.d_model * view.compute_dtype.itemsize * 16
+        return max(1, min(WRITTEN_ROWS // per_sender, chunk.max_bytes // (2 * n_bytes)))
+
+
+class _Hooked(_Work):
+    """By forward passes with hooks."""
+
+    def cells(self) -> Iterator[_Cell]:
+        for numbers in self.stacks():
+            senders = [self.senders[number] for number in numbers]
+            values = read_hooked(self.chunk, self.index, senders, self.mlps, self.ends.all)
+            reached = self._reached(moved_rows(self.chunk, self.index, senders))
+            for column, readers in enumerate(self.ends.sets):
+                n = sum(any(self._reaches(s, reader) for reader in readers) for s in senders)
+                variants = [self._variant(readers, values, number) for number in range(n)]
+                yield from self._cells(numbers[:n], column, variants, reached[:n])
+                none = self.chunk.baseline[None][:0]
+                yield _Cell([], column, none, none, "full", len(numbers) - n)
+
+    def _reaches(self, sender: Variant, reader: Reader) -> bool:
+        return starts_at_stage(sender) < read_at_stage(self.view, reader)
+
+    def _cells(
+        self, numbers: list[int], column: int, variants: list[Variant], reached: Tensor
+    ) -> Iterator[_Cell]:
+        base = self.chunk.baseline
+        for part, patched, direct, route in self.chunk.evaluate(variants):
+            patched = torch.where(reached[part], patched, base)
+            direct = torch.where(reached[part], direct, base)
+            yield _Cell([numbers[i] for i in part], column, patched, direct, route, len(part))
+
+    def _variant(self, readers: ReaderSet, values: dict[Reader, Tensor], number: int) -> Variant:
+        where = PositionIndex(_in_batch(self.index, self.chunk.rows))
+        edits = []
+        for reader in readers:
+            site = site_of(self.view, reader)
+            edits.append(Edit(site, where, _constant(values[reader][number])))
+        return tuple(edits)
+
+    def _stack_size(self) -> int:
+        view, clean = self.view, self.chunk.clean
+        cells = len(clean) * clean.width
+        per_sender = cells * view.compute_dtype.itemsize * (view.W_U.shape[1] + 16 * view.d_model)
+        return max(1, min(WRITTEN_ROWS // cells, self.chunk.max_bytes // (2 * per_sender)))
+
+
+def even_parts(n: int, limit: int) -> Iterator[slice]:
+    """N things in as few parts of at most `limit` as there can be, none much smaller."""
+    n_parts = -(-n // limit)
+    for number in range(n_parts):
+        yield slice(n * number // n_parts, n * (number + 1) // n_parts)
+
+
+def _constant(values: Tensor) -> Fill:
+    return lambda rows, index: values
+
+
+def _in_batch(index: Tensor, rows: slice) -> Tensor:
+    """Positions of a chunk as positions of the batch, none for prompts outside it."""
+    full = index.new_full((rows.stop, index.shape[1]), -1)
+    full[rows] = index
+    return full
+
+
+def _at_positions(values: Tensor, index: Tensor, wanted: Tensor) -> Tensor:
+    """Values at positions [rows, n] -> at positions [rows, m]; zero where there is none."""
+    same = (wanted[:, :, None] == index[:, None]) & (index >= 0)[:, None]
+    slot = same.to(torch.int8).argmax(2)
+    taken = take_rows(values, slot)
+    return taken * same.any(2)[None, :, :, None]

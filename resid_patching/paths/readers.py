@@ -1,0 +1,209 @@
+"""Readers: where a path ends, one, several together, or alternatives side by side.
+
+    "logits"                            one reader
+    ["9.9.q", "9.6.q", "10.0.q"]        several, written together
+    readers("10.0.q", "10.1.q")         alternatives, one column each
+
+A write reaches a reader when it is made before the reader reads:
+
+    q, k, v of a head       read the state before its layer
+    mlp.6.in                reads the state in the middle of its layer (parallel blocks: before it)
+    resid_pre|mid|post.6    that state
+    logits                  read the last state
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from resid_patching.address import (
+    MLP,
+    READERS,
+    WRITERS,
+    Address,
+    Attn,
+    AttnBias,
+    Head,
+    HeadInput,
+    Logits,
+    MLPBias,
+    MLPIn,
+    Neuron,
+    Reader,
+    Stream,
+    parse,
+    read_stage,
+    write_stage,
+)
+from resid_patching.errors import AddressError, PathWarning
+from resid_patching.models import ModelView
+from resid_patching.rerun import Site, Variant, require_site
+
+ReaderSet: TypeAlias = tuple[Reader, ...]
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Alternative ends of a path.
+
+    Attributes:
+        sets: the readers of each alternative; those of one are written together.
+    """
+
+    sets: tuple[ReaderSet, ...]
+
+    def __str__(self) -> str:
+        if len(self.sets) <= 3:
+            return " | ".join(self.labels)
+        return f"{self.labels[0]} | ... | {self.labels[-1]} ({len(self.sets)} alternatives)"
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Each alternative as text."""
+        return tuple(" + ".join(map(str, readers)) for readers in self.sets)
+
+    @property
+    def all(self) -> tuple[Reader, ...]:
+        """Every reader once."""
+        return tuple(dict.fromkeys(reader for readers in self.sets for reader in readers))
+
+
+def readers(*alternatives: Any) -> Readers:
+    """Alternatives for the end of a path: a sweep over them gives a sender × reader grid.
+
+    Args:
+        alternatives: a reader as text or address, or a list of readers that are written together.
+
+    Raises:
+        AddressError: no reader, or none was given.
+    """
+    if not alternatives:
+        raise AddressError("readers() needs at least one reader, such as 'logits' or '10.0.q'")
+    return Readers(tuple(reader_set(alternative) for alternative in alternatives))
+
+
+def reader_set(given: Any) -> ReaderSet:
+    """One reader or several that are written together.
+
+    Raises:
+        AddressError: what is given is no reader, or nothing.
+    """
+    many = isinstance(given, Sequence) and not isinstance(given, str)
+    found = tuple(_reader(item) for item in (given if many else [given]))
+    if not found:
+        raise AddressError("an empty list names no reader; give one, such as 'logits' or '10.0.q'")
+    return found
+
+
+def _reader(given: Any) -> Reader:
+    address = parse(given)
+    if not isinstance(address, READERS):
+        raise AddressError(
+            f"{address} reads nothing of the stream, so no path ends there. Readers are logits, "
+            "10.0.q (or k, v), mlp.10.in and resid_pre.10 (or mid, post)"
+        )
+    return address
+
+
+def inputs(model: Any, which: Literal["q", "k", "v", "mlp"]) -> list[HeadInput] | list[MLPIn]:
+    """Every reader of one kind, in order of layers.
+
+    Args:
+        model: a model or a run.
+        which: `q`, `k` or `v` (these two by key-value head), or `mlp`.
+
+    Raises:
+        ValueError: another kind.
+    """
+    view = as_view(model)
+    if which not in ("q", "k", "v", "mlp"):
+        raise ValueError(f"which is 'q', 'k', 'v' or 'mlp', got {which!r}")
+    layers = range(view.n_layers)
+    if which == "mlp":
+        return [] if view.attn_only else [MLPIn(layer) for layer in layers]
+    n_heads = view.n_heads if which == "q" else view.n_kv_heads
+    return [HeadInput(layer, head, which) for layer in layers for head in range(n_heads)]
+
+
+def as_view(model: Any) -> ModelView:
+    """The view of a model, of a run, or itself."""
+    view = getattr(model, "view", model)
+    return view if isinstance(view, ModelView) else ModelView(view)
+
+
+def require_readers(view: ModelView, ends: Readers) -> None:
+    """Raises AddressError where this model lacks a reader, or a set writes a place twice."""
+    for readers in ends.sets:
+        seen: dict[Site, Reader] = {}
+        for reader in readers:
+            site = site_of(view, reader)
+            require_site(view, site)
+            if site in seen:
+                other = "" if seen[site] == reader else f" (once as {seen[site]})"
+                raise AddressError(f"{reader} was given twice{other}")
+            seen[site] = reader
+        if len(readers) > 1 and (last := seen.get(Stream(view.n_layers - 1, "post"))):
+            warnings.warn(
+                f"{last} is written together with other readers and is the last of them: at the "
+                "senders' positions it overrides whatever they pass on. Give alternatives, "
+                "rp.readers(...), to see each alone",
+                PathWarning,
+                stacklevel=4,
+            )
+
+
+def require_senders(senders: Sequence[Address], *, joint: bool) -> None:
+    """Raises AddressError where a path cannot start: at no writer, or at a part and its whole."""
+    if not senders:
+        raise AddressError("a path needs a sender, such as the head 9.9")
+    for sender in senders:
+        if not isinstance(sender, WRITERS):
+            raise AddressError(
+                f"{sender} writes nothing to the stream, so no path starts there. Senders are "
+                "heads such as 9.9, attn.9, mlp.9, mlp.9.2214, embed, pos_embed and the biases"
+            )
+    if not joint:
+        return
+    wholes = {sender for sender in senders if isinstance(sender, Attn | MLP)}
+    for sender in senders:
+        whole = _whole_of(sender)
+        if whole in wholes:
+            raise AddressError(
+                f"{sender} is a part of {whole}; taken together, give the whole or its parts"
+            )
+
+
+def _whole_of(sender: Address) -> Address | None:
+    match sender:
+        case Head(layer, _) | AttnBias(layer):
+            return Attn(layer)
+        case Neuron(layer, _) | MLPBias(layer):
+            return MLP(layer)
+        case _:
+            return None
+
+
+def site_of(view: ModelView, reader: Reader) -> Site:
+    """Where a reader's value is written: an MLP's input as what the MLP makes of it."""
+    match reader:
+        case Logits():
+            return Stream(view.n_layers - 1, "post")
+        case MLPIn(layer):
+            return MLP(layer)
+        case _:
+            return reader
+
+
+def read_at_stage(view: ModelView, reader: Reader) -> tuple[int | float, int]:
+    """When a reader reads, as (layer, stage); writes of an earlier stage reach it."""
+    if isinstance(reader, MLPIn) and view.parallel:
+        return (reader.layer, 0)
+    return read_stage(reader)
+
+
+def starts_at_stage(sender: Variant) -> tuple[int, int]:
+    """When the first writer of a sender writes, as (layer, stage)."""
+    return min(write_stage(edit.site) for edit in sender)  # type: ignore[arg-type]

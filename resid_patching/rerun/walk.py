@@ -1,0 +1,148 @@
+"""Changed rows on their way through our own blocks, with values written on the way."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from resid_patching.address import MLP, HeadInput, Stream
+from resid_patching.models import ModelView
+from resid_patching.rerun.clean import Clean
+from resid_patching.rerun.deltas import Deltas
+from resid_patching.rerun.plain import InputWriter, PlainBlocks
+from resid_patching.rerun.written import Site, Written
+
+Place = Literal["pre", "mid", "post"]
+
+
+class Walk:
+    """Stacks of states from some stage to the end of the model.
+
+    Args:
+        view: the model.
+        plain: its blocks.
+        clean: the clean run, whose keys and values the changed rows see.
+        deltas: where these keys and values are kept.
+        first: first changed position of each prompt [rows].
+        read_at: positions at which the last state is wanted [rows, n]; -1 where there is none.
+        written: values written behind the start, or None.
+    """
+
+    def __init__(
+        self,
+        view: ModelView,
+        plain: PlainBlocks,
+        clean: Clean,
+        deltas: Deltas,
+        first: Tensor,
+        read_at: Tensor,
+        written: Written | None = None,
+    ) -> None:
+        self.view, self.plain, self.clean, self.deltas = view, plain, clean, deltas
+        self.written = written
+        lengths = clean.lengths.to(first.device)
+        n_rows = max(1, int((lengths - first).max()))
+        # Whole rows go through one fused attention; leaving a few out is not worth the masks.
+        self.whole = n_rows * 4 > clean.width * 3
+        if self.whole:
+            self.first = torch.zeros_like(first)
+            self.keys = clean.positions.to(first.device)
+        else:
+            self.first = first
+            keys = first[:, None] + torch.arange(n_rows, device=first.device)
+            self.keys = torch.where(keys < lengths[:, None], keys, -1)
+        self.read_at = read_at
+        self.chosen = (read_at - self.first[:, None]).clamp(0, self.keys.shape[1] - 1)
+
+    def run(self, layer: int, place: Place, states: Tensor) -> Tensor:
+        """States at a stage -> last states at the rows that are read.
+
+        Args:
+            layer: the layer of the stage.
+            place: the state that `states` is: of the layer, and behind all that was changed there.
+            states: [variant, rows, keys, d_model], one for each of `keys`.
+        """
+        for number in range(layer, self.view.n_layers):
+            shortened = self._is_shortened(number)
+            if place == "pre":
+                states = self._block(number, states, shortened)
+            elif place == "mid":
+                self._set(states, Stream(number, "mid"))
+                states = take_rows(states, self.chosen) if shortened else states
+                states = states + self._mlp_write(number, states)
+            elif shortened:
+                states = take_rows(states, self.chosen)
+            self._set(states, Stream(number, "post"))
+            if number == self.view.n_layers - 1 and not shortened:
+                states = take_rows(states, self.chosen)
+            place = "pre"
+        return states
+
+    def _is_shortened(self, layer: int) -> bool:
+        """Whether only the rows that are read are needed behind a layer's keys and values."""
+        writes_here = self.written is not None and self.written.acts_in(layer)
+        return layer == self.view.n_layers - 1 and not writes_here
+
+    def _block(self, layer: int, states: Tensor, shortened: bool) -> Tensor:
+        plain, keys = self.plain, self.keys.clamp_min(0)
+        self._set(states, Stream(layer, "pre"))
+        q, k, v = plain.project(layer, states, keys, self._written_inputs(layer))
+        if shortened:
+            q, states = take_rows(q, self.chosen), take_rows(states, self.chosen)
+        if self.whole and not shortened:
+            z = plain.attend_causal(q, k, v)
+        else:
+            queries = self.read_at if shortened else self.keys
+            clean = None if self.whole else self.deltas.keys_and_values(layer)
+            # A row that is not there may look at position 0; what it gets is never read.
+            z = plain.attend_rows(q, k, v, queries.clamp_min(0), self.keys, clean, self.first)
+        if self.written is None or not self.written.acts_in(layer):
+            return plain.add_writes(layer, states, z)
+        after = states + plain.attention_write(layer, z)
+        self._set(after, Stream(layer, "mid"))
+        if self.view.attn_only:
+            return after
+        return after + self._mlp_write(layer, states if self.view.parallel else after)
+
+    def _written_inputs(self, layer: int) -> InputWriter | None:
+        written = self.written
+        if written is None or not written.acts_in(layer):
+            return None
+        sites = [s for s in written.values if isinstance(s, HeadInput) and s.layer == layer]
+
+        def write(which: str, part: Tensor) -> None:
+            for site in sites:
+                if site.which == which:
+                    self._put(part[:, :, :, site.head], site)
+
+        return write
+
+    def _mlp_write(self, layer: int, states: Tensor) -> Tensor:
+        write = self.plain.mlp_write(layer, states)
+        self._set(write, MLP(layer))
+        return write
+
+    def _set(self, tensor: Tensor, site: Site) -> None:
+        if self.written is not None and site in self.written.values:
+            self._put(tensor, site)
+
+    def _put(self, tensor: Tensor, site: Site) -> None:
+        """Writes a site's values into [variant, rows, keys, ...], in place."""
+        assert self.written is not None
+        row, column = self.written.valid.nonzero(as_tuple=True)
+        place = self.written.index[row, column] - self.first[row]
+        tensor[:, row, place] = self.written.values[site][:, row, column].to(tensor.dtype)
+
+
+def take_rows(states: Tensor, index: Tensor) -> Tensor:
+    """[..., rows, pos, *] at [rows, n] -> [..., rows, n, *]; -1 is read as 0.
+
+    The leading axis of variants is optional, told by the number of dimensions.
+    """
+    index = index.to(states.device).clamp_min(0)
+    row = torch.arange(index.shape[0], device=index.device)[:, None]
+    if states.ndim > 3:
+        return states[:, row, index]
+    return states[row, index]

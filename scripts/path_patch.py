@@ -1,0 +1,11 @@
+"""Path patching from the command line; the same as `resid-patching path-patch`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from resid_patching.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main(["path-patch", *sys.argv[1:]]))
