@@ -48,7 +48,8 @@ from resid_patching.lens.tuned import Site, TunedLens, site_rows
 from resid_patching.lens.unembed import Unembedding
 from resid_patching.models import ModelView, require
 
-_PENALTIES = tuple(10.0**power for power in range(-6, 3))
+_PENALTIES = tuple(10.0**power for power in range(-10, 3))
+_FIRST_PENALTY = _PENALTIES.index(1e-6)
 _CHOICE_TOKENS = 256
 
 
@@ -174,6 +175,7 @@ class _Fit:
     windows: Windows
     ridge: bool
     shows: bool
+    penalty: int = _FIRST_PENALTY
 
     def run(self, folder: Path | None, save_every: int) -> None:
         """Everything, from the folder's state where it has one; the result is put in the lens."""
@@ -290,7 +292,7 @@ class _Fit:
         return *zero, identity_kl
 
     def _choose(self, number: int, solver: Solver) -> tuple[tuple[Tensor, Tensor], float]:
-        """The penalty with the least validation KL, by walking downhill from the middle."""
+        """The penalty with the least validation KL, by walking downhill from the layer before's."""
         every = max(1, len(self.held) // _CHOICE_TOKENS)
         dtype = self.lens.weight.dtype
         known: dict[int, tuple[float, tuple[Tensor, Tensor]]] = {}
@@ -301,13 +303,14 @@ class _Fit:
                 known[place] = (self.held.kl(number, weight, bias, every=every), (weight, bias))
             return known[place][0]
 
-        place = len(_PENALTIES) // 2
+        place = self.penalty
         for direction in (-1, 1):
             while 0 <= place + direction < len(_PENALTIES):
                 if not value(place + direction) < value(place):
                     break
                 place += direction
         value(place)
+        self.penalty = place
         return known[place][1], _PENALTIES[place]
 
     # Steps

@@ -77,7 +77,7 @@ def _flat(optimizer: Any, prefix: str, tensors: dict[str, Tensor]) -> list[dict[
         plain = {}
         for name, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"{prefix}.{place}.{name}"] = value.detach().cpu().clone()
+                tensors[f"{prefix}.{place}.{name}"] = value.detach().cpu().contiguous().clone()
             else:
                 plain[name] = value
         numbers.append({"place": place, "numbers": plain})

@@ -118,5 +118,5 @@ class Solver:
         """A and b at a penalty lambda, in float64."""
         values = self.values.clamp_min(0)
         shrunk = self.target / (values + penalty * values.mean())[:, None]
-        weight = (self.vectors @ shrunk).T
+        weight = (self.vectors @ shrunk).T.contiguous()
         return weight, self.mean_y - self.mean_x - weight @ self.mean_x
