@@ -26,7 +26,8 @@ from resid_patching.lens.harvest import Held, harvest
 from resid_patching.lens.loop import Plan, windows_of
 from resid_patching.lens.ridge import Solver, Statistics
 from resid_patching.lens.tuned import site_rows
-from resid_patching.lens.unembed import Unembedding
+from resid_patching.lens.unembed import LowUnembedding, Unembedding
+from resid_patching.models import Norm
 
 backends = pytest.mark.parametrize("backend", zoo.BACKENDS)
 TEXT = zoo.CORPUS * 4
@@ -120,6 +121,35 @@ def test_low_precision_weights_are_multiplied_in_float32(dtype):
     assert found[0].dtype == torch.float32
     for left, right in zip(found, expected, strict=True):
         assert_close(left.double(), right.double(), 1e-4)
+
+
+@pytest.mark.parametrize("shift", [0.0, 100.0])
+def test_products_in_bfloat16_are_near_whatever_shift_all_logits_share(shift):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 3000, generator=generator) / 4
+    norm = Norm("LN", torch.ones(64), torch.full((64,), 0.3), 1e-5)
+    weight += shift / 64  # with the norm's bias, a shift of all logits
+    exact = Unembedding(norm, weight, torch.zeros(3000), None)
+    centre = weight.mean(1)
+    low = LowUnembedding(
+        norm, weight, torch.zeros(3000), None, (weight - centre[:, None]).bfloat16(), centre
+    )
+    states, last = torch.randn(2, 256, 64, generator=generator)
+    final = exact.logits(last)
+    left, right = (
+        steps.kl_and_gradient(u, states, steps.Teacher.of(u, final)) for u in (exact, low)
+    )
+    assert abs(float(left[0].mean() - right[0].mean())) < 2e-3
+    assert float((left[1] - right[1]).norm() / left[1].norm()) < 1e-2
+    assert float(left[0].mean()) > 1
+
+
+def test_a_fit_with_products_in_bfloat16_goes_down_too():
+    model = zoo.build(zoo.BACKENDS[0], dtype=torch.float32)
+    tuned = quick(model, steps=30, step_tokens=60, look_every=5, products="bfloat16")
+    table = tuned.record["validation"]
+    assert tuned.weight.dtype == torch.float32
+    assert sum(k < r for k, r in zip(table["tuned"], table["ridge"], strict=True)) >= 2
 
 
 # Ridge

@@ -24,6 +24,7 @@ from resid_patching.lens.steps import Teacher, kl_and_gradient
 from resid_patching.lens.unembed import Unembedding
 
 Optimizer = Literal["muon", "adam", "sgd"]
+Products = Literal["float32", "bfloat16"]
 RATES: dict[str, float] = {"muon": 0.02, "adam": 0.002, "sgd": 0.1}
 """Learning rates at the first step; they fall to 0 in a line."""
 
@@ -42,6 +43,7 @@ class Plan:
         every: steps between looks at the validation tokens.
         patience: looks without a better KL after which a layer stops.
         seed: of every draw.
+        products: precision of the steps' two large matrix products.
     """
 
     steps: int
@@ -53,6 +55,7 @@ class Plan:
     every: int
     patience: int
     seed: int
+    products: Products = "float32"
 
 
 @dataclass

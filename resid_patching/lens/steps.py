@@ -47,7 +47,7 @@ class Teacher:
             shifted = shifted - shifted.amax(-1, keepdim=True)
             p = shifted.softmax(-1)
             p_log_p = torch.linalg.vecdot(p, shifted) - shifted.logsumexp(-1)
-            parts.append((p_log_p, unembedding.pull_back(p), p @ unembedding.b_U))
+            parts.append((p_log_p, unembedding.pull_back_exactly(p), p @ unembedding.b_U))
         kept = None if unembedding.softcap is None else unembedding.cast(logits)
         p_log_p, mean_row, mean_bias = (torch.cat(part) for part in zip(*parts, strict=True))
         return cls(p_log_p, mean_row, mean_bias, kept)

@@ -112,8 +112,62 @@ class Unembedding:
             summed += on_logits[:, block] @ weight.T
         return summed
 
+    def pull_back_exactly(
+        self, on_logits: Float[Tensor, "rows d_vocab"]
+    ) -> Float[Tensor, "rows d_model"]:
+        """`pull_back`, in our precision whatever the products of the others are made in."""
+        return self.pull_back(on_logits)
+
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """The unembedding in our precision, a block of the vocabulary at a time."""
         for start in range(0, self.d_vocab, _VOCABULARY_BLOCK):
             block = slice(start, min(start + _VOCABULARY_BLOCK, self.d_vocab))
             yield block, self.W_U[:, block].to(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class LowUnembedding(Unembedding):
+    """The readout with its two large products in bfloat16; everything around them stays float32.
+
+    Rounding is relative to the size of a logit. All logits of a token may be shifted by one
+    number without changing what is predicted (where there is no softcap), so W_U is centred over
+    the vocabulary first, which takes most of their size away.
+
+    Attributes:
+        low: W_U less its mean over the vocabulary, in bfloat16 [d_model, d_vocab].
+        centre: that mean [d_model].
+    """
+
+    low: Float[Tensor, "d_model d_vocab"]
+    centre: Float[Tensor, " d_model"]
+
+    @classmethod
+    def of(cls, view: ModelView) -> LowUnembedding:
+        """The readout of a model as it is now, with a copy of W_U in bfloat16."""
+        exact = Unembedding.of(view)
+        centre = exact.W_U.mean(1, dtype=exact.dtype)
+        if exact.softcap is not None:
+            centre = torch.zeros_like(centre)
+        low = (exact.W_U - centre[:, None].to(exact.W_U.dtype)).to(torch.bfloat16)
+        return cls(exact.norm, exact.W_U, exact.b_U, exact.softcap, low, centre)
+
+    def project(
+        self,
+        normed: Float[Tensor, "rows d_model"],
+        *,
+        out: Float[Tensor, "rows d_vocab"] | None = None,
+    ) -> Float[Tensor, "rows d_vocab"]:
+        """Normed states times the centred W_U, plus b_U: logits but for a shift of each row."""
+        product = normed.to(torch.bfloat16) @ self.low
+        return torch.add(product, self.b_U, out=out)
+
+    def pull_back(self, on_logits: Float[Tensor, "rows d_vocab"]) -> Float[Tensor, "rows d_model"]:
+        """A gradient on logits times the centred W_U transposed."""
+        return (on_logits.to(torch.bfloat16) @ self.low.T).to(self.dtype)
+
+    def pull_back_exactly(
+        self, on_logits: Float[Tensor, "rows d_vocab"]
+    ) -> Float[Tensor, "rows d_model"]:
+        """The same in our precision."""
+        total = on_logits.sum(-1, keepdim=True)
+        return super().pull_back(on_logits) - total * self.centre
