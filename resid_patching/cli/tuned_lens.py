@@ -55,7 +55,12 @@ def _fit(parser: argparse.ArgumentParser) -> None:
         "--validation", metavar="FILE", help="validate on this text (unset: on a part of --text)"
     )
     _add_number(parser, "--validation-tokens", count, 1024, "tokens to validate on")
-    group = parser.add_argument_group("fit")
+    _add_step_flags(parser.add_argument_group("fit"))
+    add_model_flags(parser)
+    add_output_flags(parser)
+
+
+def _add_step_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--no-ridge",
         dest="ridge",
@@ -91,8 +96,6 @@ def _fit(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", help="go on with the unfinished fit that is in --out"
     )
     _add_number(group, "--save-every", count, 20, "steps between writes of the unfinished fit")
-    add_model_flags(parser)
-    add_output_flags(parser)
 
 
 def _evaluate(parser: argparse.ArgumentParser) -> None:
