@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from resid_patching.attribution import Attribution, direct_logit_attribution
     from resid_patching.decomposition import Parts, decompose
     from resid_patching.errors import ResidPatchingError, ResidPatchingWarning
+    from resid_patching.lens.fit import fit_tuned_lens
+    from resid_patching.lens.logit import logit_lens
+    from resid_patching.lens.readout import LensReadout
+    from resid_patching.lens.tuned import TunedLens
     from resid_patching.metrics import kl, logit, logit_diff, loss, prob, top1_change
     from resid_patching.models import ModelView, load
     from resid_patching.paths import Readers, inputs, readers
@@ -88,6 +92,10 @@ _HOME = {
     "decompose": "decomposition",
     "ResidPatchingError": "errors",
     "ResidPatchingWarning": "errors",
+    "logit_lens": "lens.logit",
+    "LensReadout": "lens.readout",
+    "TunedLens": "lens.tuned",
+    "fit_tuned_lens": "lens.fit",
     "ModelView": "models",
     "load": "models",
     "Prompts": "prompts",
@@ -140,6 +148,10 @@ __all__ = [
     "decompose",
     "ResidPatchingError",
     "ResidPatchingWarning",
+    "logit_lens",
+    "LensReadout",
+    "TunedLens",
+    "fit_tuned_lens",
     "ModelView",
     "load",
     "Prompts",

@@ -83,6 +83,30 @@ class ResultFormatError(ResidPatchingError, ValueError):
     """A file that does not hold a result of this package."""
 
 
+class LensMismatchError(ResidPatchingError, ValueError):
+    """A lens and a model, or two readouts, that do not belong together."""
+
+
+class LensBasisError(LensMismatchError):
+    """A lens in another basis than the model's weights, or a conversion that is not exact."""
+
+
+class LensFormatError(ResidPatchingError, ValueError):
+    """A file that holds no lens, or one that is damaged or unsafe to read."""
+
+
+class LensNotFoundError(ResidPatchingError, FileNotFoundError):
+    """No lens at this path."""
+
+
+class OutOfDataError(ResidPatchingError, EOFError):
+    """The texts hold fewer tokens than were asked for."""
+
+
+class DivergedError(ResidPatchingError, ArithmeticError):
+    """A fit that met a number that is not finite; the layer and the step are named."""
+
+
 class MissingExtraError(ResidPatchingError, ImportError):
     """A package that only an extra of ours needs, and that is not installed."""
 
@@ -105,6 +129,10 @@ class PaddingWarning(ResidPatchingWarning):
 
 class BackendWarning(ResidPatchingWarning):
     """A model that was loaded by another route than the one tried first."""
+
+
+class UnverifiedLensWarning(ResidPatchingWarning):
+    """A lens from a file that cannot prove which model it belongs to."""
 
 
 class SmallDenominatorWarning(ResidPatchingWarning):

@@ -406,7 +406,8 @@ def bos_id(view: ModelView) -> int | None:
     return ids[0] if len(ids) == 1 and ids[0] < view.d_vocab else None
 
 
-def _puts_bos(view: ModelView, prepend_bos: bool | None) -> bool:
+def puts_bos(view: ModelView, prepend_bos: bool | None) -> bool:
+    """Whether texts get the beginning-of-sequence token; None asks the model's own setting."""
     possible = bos_id(view) is not None
     if prepend_bos and not possible:
         raise PromptError(
@@ -420,7 +421,7 @@ def _puts_bos(view: ModelView, prepend_bos: bool | None) -> bool:
 def _tokenize(view: ModelView, text: str, prepend_bos: bool | None) -> list[int]:
     """Ids as the model's own `to_tokens` gives them, with the BOS once and never cut short."""
     tokenizer = _require_tokenizer(view)
-    wanted = _puts_bos(view, prepend_bos)
+    wanted = puts_bos(view, prepend_bos)
     bos, bos_text = bos_id(view), tokenizer.bos_token or ""
     # TransformerLens has every tokenizer put a BOS; a model that was trained with one has a token
     # for it that is not also its end of text.

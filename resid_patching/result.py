@@ -281,6 +281,11 @@ def _with_nan(value: Any) -> Any:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a text as UTF-8, whole or not at all; see `write_bytes`."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes a file whole or not at all: to a temporary name beside it, then renamed.
 
     Raises:
@@ -291,8 +296,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         raise IsADirectoryError(f"{target} is a folder")
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", text=False)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())

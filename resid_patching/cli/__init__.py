@@ -16,6 +16,8 @@ COMMANDS = {
     "dla": "direct logit attribution: what each component wrote towards a token",
     "ablate": "ablation: what replacing a part of the model does to a metric",
     "path-patch": "path patching: what a part of the model tells another, and nothing else",
+    "logit-lens": "the logit lens: what each layer would say next, read as the last one is",
+    "tuned-lens": "the tuned lens: fit, eval, show, convert",
     "stream": "the running total: write norms and shares, survival of the start, exactness",
 }
 

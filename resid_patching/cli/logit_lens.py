@@ -1,0 +1,170 @@
+"""`resid-patching logit-lens`: what each layer would say next, as a table, JSON and CSV."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from resid_patching.cli.frame import (
+    Parser,
+    UsageError,
+    add_answer_flags,
+    add_model_flags,
+    add_output_flags,
+    add_prompt_flags,
+    console,
+    count,
+    load_model,
+    print_line,
+    print_model,
+    read_prompts,
+    require_writable,
+)
+from resid_patching.cli.lens_reading import (
+    Reading,
+    add_place_flags,
+    beside,
+    describe,
+    every,
+    places_of,
+    read,
+    require_answers,
+    require_lens,
+    write_files,
+)
+from resid_patching.cli.lens_tables import (
+    PROMPTS_SHOWN,
+    print_depth,
+    print_grid,
+    print_notes,
+    print_prompt,
+    print_prompts_left,
+)
+
+if TYPE_CHECKING:
+    from resid_patching.lens.tuned import TunedLens
+    from resid_patching.run import Run
+
+
+def build_parser(prog: str) -> argparse.ArgumentParser:
+    """The flags of `logit-lens`."""
+    parser = Parser(
+        prog=prog,
+        description="Reads every state of the stream through the model's own final norm and "
+        "unembedding: what the model would say next if it stopped there. The norm is recomputed "
+        "at each layer. This is not what the model believes midway (earlier states are not what "
+        "the unembedding was trained on), and says nothing of causes.",
+    )
+    add_prompt_flags(parser)
+    _add_view_flags(parser)
+    add_answer_flags(parser)
+    add_model_flags(parser)
+    add_output_flags(parser)
+    return parser
+
+
+def _add_view_flags(parser: argparse.ArgumentParser) -> None:
+    add_place_flags(parser, "in depth")
+    parser.add_argument(
+        "--mid", action="store_true", help="also read between attention and MLP of each layer"
+    )
+    parser.add_argument(
+        "--layers-every",
+        type=count,
+        default=1,
+        metavar="N",
+        help="read every so many layers; the last is always read (default: 1)",
+    )
+    parser.add_argument(
+        "--top",
+        type=count,
+        default=5,
+        metavar="N",
+        help="top tokens in depth and in files (default: 5)",
+    )
+    parser.add_argument(
+        "--lens",
+        metavar="FOLDER",
+        help="read through this tuned lens instead, ours or the tuned-lens package's",
+    )
+    parser.add_argument(
+        "--beside", action="store_true", help="with --lens: also the logit lens, for comparison"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Reads the prompts through the lens and prints what it says."""
+    prompts, answers, foils = read_prompts(arguments)
+    require_answers(answers, foils)
+    _require_flags(arguments)
+    require_writable(arguments.json, arguments.csv)
+    model, stand_in = load_model(arguments)
+
+    from resid_patching.models import ModelView
+    from resid_patching.run import capture
+
+    view = ModelView(model)
+    captured = capture(view, prompts, prepend_bos=arguments.prepend_bos)
+    places = places_of(captured, arguments)
+    lens, readouts = _readouts(captured, arguments)
+    readings = [
+        read(name, readout, arguments.top, answers, foils) for name, readout in readouts.items()
+    ]
+    known = {"command": "logit-lens", "stand_in": stand_in, "prompts": prompts, "positions": places}
+    write_files(readings, arguments, known)
+    _print(captured, readings, lens, places, arguments, stand_in)
+
+
+def _require_flags(arguments: argparse.Namespace) -> None:
+    if arguments.lens is None:
+        if arguments.beside:
+            raise UsageError("--beside sets the logit lens beside a --lens FOLDER; none was given")
+        return
+    if arguments.mid:
+        raise UsageError(
+            "--mid does not go with --lens: a tuned lens reads the states that it was fitted on"
+        )
+    require_lens(arguments.lens)
+
+
+def _readouts(
+    captured: Run, arguments: argparse.Namespace
+) -> tuple[TunedLens | None, dict[str, Any]]:
+    from resid_patching.lens.logit import logit_lens
+
+    stride = arguments.layers_every
+    if arguments.lens is None:
+        plain = logit_lens(captured, mid=arguments.mid, stride=stride)
+        return None, {"logit lens": plain}
+    from resid_patching.lens.tuned import TunedLens
+
+    lens = TunedLens.load(arguments.lens, captured.view)
+    tuned = lens(captured)
+    found = {"tuned lens": every(tuned, stride)}
+    if arguments.beside:
+        found = {"logit lens": every(beside(tuned, captured), stride), **found}
+    return lens, found
+
+
+def _print(
+    captured: Run,
+    readings: list[Reading],
+    lens: TunedLens | None,
+    places: list[int] | None,
+    arguments: argparse.Namespace,
+    stand_in: str | None,
+) -> None:
+    out = console()
+    print_model(out, captured.view, readings[0].kl.provenance, stand_in)
+    if lens is not None:
+        print_line(out, "lens", *describe(lens, arguments.lens), gap=" ")
+    for number in range(min(len(captured), PROMPTS_SHOWN)):
+        out.print()
+        print_prompt(out, captured, number)
+        for reading in readings:
+            if places is None:
+                print_grid(out, reading, number, arguments.first)
+            else:
+                print_depth(out, reading, number, places[number])
+    print_prompts_left(out, captured)
+    print_notes(out, logit=lens is None or arguments.beside, tuned=lens is not None)

@@ -1,0 +1,246 @@
+"""`tuned-lens fit`: from a text to a lens in a folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from resid_patching.cli.frame import (
+    UsageError,
+    console,
+    load_model,
+    print_line,
+    print_model,
+    require_writable,
+)
+from resid_patching.cli.lens_reading import describe
+from resid_patching.cli.lens_tables import print_kl, print_notes
+from resid_patching.cli.text import require_text
+
+if TYPE_CHECKING:
+    from resid_patching.lens.tuned import TunedLens
+    from resid_patching.models import ModelView
+
+_OF_FILES = (".txt", ".text", ".md", ".rst", ".html", ".csv", ".tsv", ".json", ".jsonl", ".py")
+_DATASET = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def fit(arguments: argparse.Namespace) -> None:
+    """Fits a lens, writes it and prints its validation KL by layer."""
+    is_dataset = _is_dataset(arguments)
+    _require_out(arguments)
+    require_writable(arguments.json, arguments.csv)
+    _require_optimizer(arguments)
+    texts = _dataset(arguments) if is_dataset else read_text(arguments.text)
+    validation = None if arguments.validation is None else read_text(arguments.validation)
+    model, stand_in = load_model(arguments)
+
+    from resid_patching.models import ModelView
+
+    view = ModelView(model)
+    lens = _fit(view, texts, validation, arguments)
+    lens.save(arguments.out)
+    _write(lens, arguments, stand_in)
+    _print(view, lens, arguments, stand_in)
+
+
+# What was asked
+
+
+def _is_dataset(arguments: argparse.Namespace) -> bool:
+    """Whether --text names a dataset; a file comes first.
+
+    Raises:
+        UsageError: it can be neither, or flags do not go with what it is.
+    """
+    name, path = arguments.text, Path(arguments.text)
+    if path.exists() or not _DATASET.fullmatch(name) or path.suffix in _OF_FILES:
+        require_text(name)
+        for flag in ("dataset_config", "split", "text_key"):
+            if getattr(arguments, flag) is not None:
+                raise UsageError(
+                    f"--{flag.replace('_', '-')} is for a dataset, but {name} is a file"
+                )
+        return False
+    if arguments.tokens is None:
+        raise UsageError(
+            f"{name} is no file here; to read it as a Hugging Face dataset, say how much of it: "
+            "--tokens N"
+        )
+    return True
+
+
+def _require_out(arguments: argparse.Namespace) -> None:
+    """Refuses to begin where a lens or an unfinished fit lies, or to go on where none does."""
+    from resid_patching.lens import checkpoint, legacy, resume
+
+    out = Path(arguments.out)
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file; --out is a folder")
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"{out} cannot be made: there is no folder {out.parent}")
+    unfinished = (out / resume.STATE).is_file()
+    if arguments.resume and not unfinished:
+        raise UsageError(f"{out} holds no unfinished fit; leave out --resume to begin one")
+    if unfinished and not arguments.resume:
+        raise UsageError(
+            f"{out} holds an unfinished fit; --resume goes on with it, and to begin anew give "
+            "another --out, or remove it"
+        )
+    if not unfinished and any((out / n).is_file() for n in (checkpoint.PARAMS, legacy.PARAMS)):
+        raise UsageError(f"{out} holds a lens already; give another --out, or remove it")
+
+
+def _require_optimizer(arguments: argparse.Namespace) -> None:
+    import torch
+
+    if arguments.optimizer == "muon" and arguments.steps and not hasattr(torch.optim, "Muon"):
+        raise UsageError(
+            f"--optimizer muon needs torch 2.9 or later, and this is {torch.__version__}; give "
+            "--optimizer adam"
+        )
+
+
+def read_text(path: str) -> str:
+    """A whole UTF-8 text file.
+
+    Raises:
+        UsageError: missing, empty, unreadable, or not UTF-8.
+    """
+    require_text(path)
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
+        ) from None
+
+
+def _dataset(arguments: argparse.Namespace) -> Any:
+    """The rows of a Hugging Face dataset, as they come.
+
+    Raises:
+        UsageError: the package is missing, or cannot load it.
+    """
+    name = arguments.text
+    try:
+        import datasets
+    except ImportError:
+        raise UsageError(
+            f"{name} is no file here; to read it as a Hugging Face dataset, install the package "
+            "datasets"
+        ) from None
+    split = arguments.split or "train"
+    try:
+        return datasets.load_dataset(name, arguments.dataset_config, split=split, streaming=True)
+    except Exception as error:  # whatever the hub, the network or a dataset's files raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"{name} is no file here, and no dataset that can be loaded (split {split}): {reason}"
+        ) from None
+
+
+# Fitting
+
+
+def _fit(view: ModelView, texts: Any, validation: Any, arguments: argparse.Namespace) -> TunedLens:
+    from resid_patching.lens.fit import fit_tuned_lens
+
+    try:
+        return fit_tuned_lens(
+            view,
+            texts,
+            tokens=arguments.tokens,
+            validation=validation,
+            validation_tokens=arguments.validation_tokens,
+            length=arguments.length,
+            text_key=arguments.text_key or "text",
+            prepend_bos=arguments.prepend_bos,
+            site=arguments.site,
+            ridge=arguments.ridge,
+            steps=arguments.steps,
+            step_tokens=arguments.step_tokens,
+            optimizer=arguments.optimizer,
+            rate=arguments.rate,
+            products=arguments.products,
+            seed=arguments.seed,
+            folder=arguments.out,
+            save_every=arguments.save_every,
+        )
+    except KeyboardInterrupt:
+        _say_what_is_left(arguments)
+        raise
+
+
+def _say_what_is_left(arguments: argparse.Namespace) -> None:
+    from resid_patching.lens import resume
+
+    about, _ = resume.read(Path(arguments.out))
+    left = "nothing was written"
+    if about is not None:
+        left = (
+            f"{arguments.out} holds the fit as of step {about['step']} of {arguments.steps}; the "
+            "same command with --resume goes on with it"
+        )
+    print(left, file=sys.stderr)
+
+
+# What was found
+
+
+def _columns(lens: TunedLens) -> dict[str, list[Any]]:
+    found = lens.record["validation"]
+    columns = {"logit lens": found["logit_lens"], "ridge": found["ridge"], "tuned": found["tuned"]}
+    return {name: values for name, values in columns.items() if values}
+
+
+def _write(lens: TunedLens, arguments: argparse.Namespace, stand_in: str | None) -> None:
+    from resid_patching.result import write_text
+
+    if arguments.json is not None:
+        body = {
+            "format": "resid_patching",
+            "command": "tuned-lens fit",
+            "stand_in": stand_in,
+            "folder": arguments.out,
+            "text": arguments.text,
+            "site": lens.site,
+            "fingerprint": lens.fingerprint.as_dict(),
+            "record": lens.record,
+        }
+        text = json.dumps(body, ensure_ascii=False, indent=1, allow_nan=False)
+        write_text(arguments.json, text + "\n")
+    if arguments.csv is not None:
+        import pandas
+
+        columns = {name.replace(" ", "_"): values for name, values in _columns(lens).items()}
+        frame = pandas.DataFrame({"layer": lens.labels, **columns})
+        write_text(arguments.csv, frame.to_csv(index=False))
+
+
+def _print(
+    view: ModelView, lens: TunedLens, arguments: argparse.Namespace, stand_in: str | None
+) -> None:
+    from resid_patching.prompts import prepare
+    from resid_patching.result import provenance
+
+    out = console()
+    record = lens.record
+    print_model(out, view, provenance(view, prepare(view, [[0]]), "fit"), stand_in)
+    print_line(out, "lens", *describe(lens, arguments.out), gap=" ")
+    made = record["fit"]
+    print_line(
+        out,
+        "text",
+        f"{arguments.text}, windows of {made['window']} tokens,",
+        f"{record['validation']['tokens']} tokens held out",
+        gap=" ",
+    )
+    print_kl(out, "KL(final || lens) on held-out tokens, in nats", lens.labels, _columns(lens))
+    size = sum(path.stat().st_size for path in Path(arguments.out).iterdir()) / 2**20
+    out.print(f"Written to {arguments.out} ({size:.1f} MiB).", soft_wrap=True)
+    print_notes(out, logit=False, tuned=True)

@@ -1,0 +1,291 @@
+"""`tuned-lens eval`, `show` and `convert`: what is done with a lens that is there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from resid_patching.cli.frame import (
+    UsageError,
+    console,
+    load_model,
+    print_line,
+    print_model,
+    read_prompts,
+    require_writable,
+)
+from resid_patching.cli.lens_reading import (
+    Reading,
+    beside,
+    describe,
+    places_of,
+    read,
+    require_answers,
+    require_lens,
+    write_files,
+)
+from resid_patching.cli.lens_tables import (
+    PROMPTS_SHOWN,
+    print_comparison,
+    print_grid,
+    print_kl,
+    print_notes,
+    print_prompt,
+    print_prompts_left,
+)
+from resid_patching.cli.text import TextWindows, require_text
+
+if TYPE_CHECKING:
+    from resid_patching.lens.tuned import TunedLens
+    from resid_patching.models import ModelView
+    from resid_patching.run import Run
+
+_WINDOWS_AT_ONCE = 8
+
+
+def _load(arguments: argparse.Namespace) -> tuple[ModelView, TunedLens, str | None]:
+    from resid_patching.lens.tuned import TunedLens
+    from resid_patching.models import ModelView
+
+    model, stand_in = load_model(arguments)
+    view = ModelView(model)
+    return view, TunedLens.load(arguments.lens, view), stand_in
+
+
+# eval
+
+
+def evaluate(arguments: argparse.Namespace) -> None:
+    """Prints the KL of logit and tuned lens by layer on a text."""
+    require_lens(arguments.lens)
+    require_text(arguments.text)
+    require_writable(arguments.json, arguments.csv)
+    view, lens, stand_in = _load(arguments)
+    own = int(lens.record.get("fit", {}).get("window", 256))
+    length = arguments.length or min(own, view.n_ctx)
+    windows = TextWindows(
+        view, arguments.text, length, arguments.prepend_bos, arguments.limit, whole=False
+    )
+    columns, n_tokens, origin = _measure(view, lens, windows)
+    columns |= _stored(lens)
+    if arguments.json is not None:
+        _write_json(lens, columns, n_tokens, arguments, stand_in)
+    if arguments.csv is not None:
+        _write_csv(lens, columns, arguments.csv)
+    out = console()
+    print_model(out, view, origin, stand_in)
+    print_line(out, "lens", *describe(lens, arguments.lens), gap=" ")
+    print_line(
+        out,
+        "text",
+        f"{arguments.text}, {windows.n_windows} windows of {length} tokens,",
+        "the first position of each left out",
+        gap=" ",
+    )
+    title = f"KL(final || lens) in nats, mean over {n_tokens:,} tokens"
+    if "stored tuned" in columns:
+        title += "; stored: on the tokens held out of the fit"
+    print_kl(out, title, lens.labels, columns)
+    print_notes(out, logit=True, tuned=True)
+
+
+def _measure(
+    view: ModelView, lens: TunedLens, windows: TextWindows
+) -> tuple[dict[str, list[Any]], int, Any]:
+    """Mean KL by layer over all positions but each window's first, as in the fit."""
+    from tqdm import tqdm
+
+    from resid_patching.run import capture
+
+    sums: dict[str, Any] = {"logit lens": 0, "tuned": 0}
+    n_tokens, origin = 0, None
+    with tqdm(disable=None, delay=2, unit="window", leave=False) as bar:
+        for rows in _batches(windows):
+            bar.total = windows.estimate
+            captured = capture(view, rows)
+            tuned = lens(captured)
+            for name, readout in (("logit lens", beside(tuned, captured)), ("tuned", tuned)):
+                kl = readout.kl
+                kept = kl.values[:-1, :, 1:].double()
+                sums[name] = sums[name] + kept.nansum((1, 2))
+                origin = kl.provenance
+            n_tokens += sum(len(row) - 1 for row in rows)
+            bar.update(len(rows))
+    if n_tokens == 0:
+        raise UsageError(f"{windows.path} holds one token; a lens is measured after the first")
+    return {name: (total / n_tokens).tolist() for name, total in sums.items()}, n_tokens, origin
+
+
+def _batches(windows: TextWindows) -> Iterator[list[list[int]]]:
+    for prompts in windows.groups():
+        rows = [
+            row[:length]
+            for row, length in zip(prompts.tokens.tolist(), prompts.lengths, strict=True)
+        ]
+        for start in range(0, len(rows), _WINDOWS_AT_ONCE):
+            yield rows[start : start + _WINDOWS_AT_ONCE]
+
+
+def _stored(lens: TunedLens) -> dict[str, list[Any]]:
+    """What the fit found on its own held-out tokens, where the file says so."""
+    found = lens.record.get("validation", {})
+    names = {"stored logit": "logit_lens", "stored ridge": "ridge", "stored tuned": "tuned"}
+    return {name: list(found[key]) for name, key in names.items() if found.get(key)}
+
+
+def _write_json(
+    lens: TunedLens,
+    columns: dict[str, list[Any]],
+    n_tokens: int,
+    arguments: argparse.Namespace,
+    stand_in: str | None,
+) -> None:
+    from resid_patching.result import write_text
+
+    body = {
+        "format": "resid_patching",
+        "command": "tuned-lens eval",
+        "stand_in": stand_in,
+        "folder": arguments.lens,
+        "text": arguments.text,
+        "tokens": n_tokens,
+        "unit": "nats",
+        "layers": list(lens.labels),
+        **{name.replace(" ", "_"): values for name, values in columns.items()},
+        "fingerprint": lens.fingerprint.as_dict(),
+    }
+    text = json.dumps(body, ensure_ascii=False, indent=1, allow_nan=False)
+    write_text(arguments.json, text + "\n")
+
+
+def _write_csv(lens: TunedLens, columns: dict[str, list[Any]], path: str) -> None:
+    import pandas
+
+    from resid_patching.result import write_text
+
+    named = {name.replace(" ", "_"): values for name, values in columns.items()}
+    write_text(path, pandas.DataFrame({"layer": lens.labels, **named}).to_csv(index=False))
+
+
+# show
+
+
+def show(arguments: argparse.Namespace) -> None:
+    """Prints logit and tuned lens on prompts, one beside the other."""
+    prompts, answers, foils = read_prompts(arguments)
+    require_answers(answers, foils)
+    require_lens(arguments.lens)
+    require_writable(arguments.json, arguments.csv)
+    view, lens, stand_in = _load(arguments)
+
+    from resid_patching.run import capture
+
+    captured = capture(view, prompts, prepend_bos=arguments.prepend_bos)
+    places = places_of(captured, arguments)
+    tuned = lens(captured)
+    readouts = {"logit lens": beside(tuned, captured), "tuned lens": tuned}
+    readings = [
+        read(name, readout, arguments.top, answers, foils) for name, readout in readouts.items()
+    ]
+    about = {"command": "tuned-lens show", "stand_in": stand_in}
+    write_files(readings, arguments, {**about, "prompts": prompts, "positions": places})
+    _print_show(captured, lens, readings, places, arguments, stand_in)
+
+
+def _print_show(
+    captured: Run,
+    lens: TunedLens,
+    readings: list[Reading],
+    places: list[int] | None,
+    arguments: argparse.Namespace,
+    stand_in: str | None,
+) -> None:
+    out = console()
+    print_model(out, captured.view, readings[0].kl.provenance, stand_in)
+    print_line(out, "lens", *describe(lens, arguments.lens), gap=" ")
+    for number in range(min(len(captured), PROMPTS_SHOWN)):
+        out.print()
+        print_prompt(out, captured, number)
+        if places is None:
+            for reading in readings:
+                print_grid(out, reading, number, arguments.first)
+        else:
+            print_comparison(out, readings[0], readings[1], number, places[number])
+    print_prompts_left(out, captured)
+    if places is None:
+        _print_mean_kl(out, lens, readings)
+    print_notes(out, logit=True, tuned=True)
+
+
+def _print_mean_kl(out: Any, lens: TunedLens, readings: list[Reading]) -> None:
+    values = [reading.kl.values[:-1].double().nanmean((1, 2)).tolist() for reading in readings]
+    n = sum(map(len, readings[0].top.token_texts))
+    title = f"KL(final || lens) in nats, mean over all {n} positions"
+    print_kl(out, title, lens.labels, dict(zip(("logit lens", "tuned"), values, strict=True)))
+
+
+# convert
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    """Writes a lens for other weights of its model, or in another format."""
+    require_lens(arguments.lens)
+    _require_free(arguments)
+    wanted = {"raw": "raw", "centred": "centred", "tuned-lens": "raw"}.get(arguments.to)
+    arguments.processing = _processing(arguments)
+    view, lens, stand_in = _load(arguments)
+    done = []
+    if wanted is not None and lens.fingerprint.basis != wanted:
+        arguments.processing = "raw" if wanted == "raw" else "folded"
+        target, _ = load_model(arguments)
+        lens = lens.rebase(target)
+        done.append(f"moved to {wanted} weights, exactly")
+    elif arguments.to in ("raw", "centred"):
+        raise UsageError(f"the lens at {arguments.lens} is of {wanted} weights already")
+    lens.save(arguments.out, format="tuned-lens" if arguments.to == "tuned-lens" else _OURS)
+    done.append(f"written to {arguments.out} in {_FORMATS[arguments.to == 'tuned-lens']}")
+    _print_converted(view, lens, done, arguments, stand_in)
+
+
+_OURS = "resid_patching"
+_FORMATS = ("this package's format", "the tuned-lens package's format")
+
+
+def _require_free(arguments: argparse.Namespace) -> None:
+    out = Path(arguments.out)
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file; --out is a folder")
+    if out.is_dir() and any(out.iterdir()):
+        raise UsageError(f"{out} is not empty; give another --out")
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"{out} cannot be made: there is no folder {out.parent}")
+
+
+def _processing(arguments: argparse.Namespace) -> str:
+    """How the model must be loaded for the lens to be its own: as the file says."""
+    from resid_patching.lens import checkpoint
+
+    config = Path(arguments.lens) / checkpoint.CONFIG
+    try:
+        basis = json.loads(config.read_text(encoding="utf-8"))["fingerprint"]["basis"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return arguments.processing
+    return "folded" if basis == "centred" else arguments.processing
+
+
+def _print_converted(
+    view: ModelView,
+    lens: TunedLens,
+    done: list[str],
+    arguments: argparse.Namespace,
+    stand_in: str | None,
+) -> None:
+    out = console()
+    if stand_in is not None:
+        print_line(out, "note", *stand_in.split(": "))
+    print_line(out, "model", f"{view.name}, {view.n_layers} layers")
+    print_line(out, "lens", *describe(lens, arguments.lens), gap=" ")
+    print_line(out, "done", "; ".join(done))

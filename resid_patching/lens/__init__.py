@@ -1,0 +1,1 @@
+"""Reading what the model would predict from the middle of its stream."""

@@ -1,0 +1,199 @@
+"""Lenses in files: ours, and the tuned-lens package's.
+
+Ours is a folder with two files:
+
+    params.safetensors   resid_pre.0.weight [d_model d_model], resid_pre.0.bias, ..., sketch;
+                         the configuration once more, as metadata
+    config.json          format version, the model's fingerprint, site, how the lens was fitted,
+                         validation KL by layer beside the logit lens's, sha256 of the parameters
+
+Each is written to a temporary name and renamed, the parameters first. A process that is killed
+between the two leaves new parameters beside an old config.json; the copy inside the parameters
+then is the one that counts, so there is always a lens that loads. No base model inside.
+
+Every file is data: pickled objects are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from resid_patching.errors import LensFormatError, LensNotFoundError
+from resid_patching.lens import legacy
+from resid_patching.lens.fingerprint import Fingerprint
+from resid_patching.models import ModelView
+from resid_patching.result import write_bytes, write_text
+from resid_patching.version import __version__
+
+if TYPE_CHECKING:
+    from resid_patching.lens.tuned import TunedLens
+
+FORMAT_VERSION = 1
+PARAMS, CONFIG = "params.safetensors", "config.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """What a file holds.
+
+    Attributes:
+        weight: A [layer, d_model, d_model].
+        bias: b [layer, d_model].
+        fingerprint: the model it belongs to.
+        site: what it reads at each layer.
+        sketch: of the model's readout, or None.
+        record: how it was fitted.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    fingerprint: Fingerprint
+    site: str
+    sketch: Tensor | None
+    record: dict[str, Any]
+
+
+def save(lens: TunedLens, folder: str | os.PathLike[str], format: str) -> None:
+    """Writes a lens; see `TunedLens.save`.
+
+    Raises:
+        ValueError: an unknown format.
+    """
+    if format not in ("resid_patching", "tuned-lens"):
+        raise ValueError(f"format is resid_patching or tuned-lens, got {format!r}")
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    if format == "tuned-lens":
+        legacy.save(lens, target)
+        return
+    tensors = _tensors(lens)
+    config = {
+        "format": "resid_patching.tuned_lens",
+        "version": FORMAT_VERSION,
+        "resid_patching": __version__,
+        "site": lens.site,
+        "dtype": str(lens.weight.dtype).removeprefix("torch."),
+        "fingerprint": lens.fingerprint.as_dict(),
+        "record": lens.record,
+        "params_sha256": _hash(tensors),
+    }
+    text = json.dumps(config, indent=1, ensure_ascii=False, allow_nan=False)
+    metadata = {"config": text}
+    write_bytes(target / PARAMS, safetensors.torch.save(tensors, metadata))
+    write_text(target / CONFIG, text + "\n")
+
+
+def _tensors(lens: TunedLens) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for label, weight, bias in zip(lens.labels, lens.weight, lens.bias, strict=True):
+        tensors[f"{label}.weight"] = weight.detach().cpu().contiguous().clone()
+        tensors[f"{label}.bias"] = bias.detach().cpu().contiguous().clone()
+    if lens.sketch is not None:
+        tensors["sketch"] = lens.sketch.cpu().contiguous()
+    return tensors
+
+
+def _hash(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name}{tuple(tensors[name].shape)}{tensors[name].dtype}".encode())
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def read(folder: str | os.PathLike[str], view: ModelView) -> Stored:
+    """Reads a lens in either format; see `TunedLens.load`."""
+    target = Path(folder)
+    if target.is_file():
+        raise LensFormatError(
+            f"{target} is a file; a lens is a folder with {CONFIG} and {PARAMS} (or the "
+            "tuned-lens package's params.pt)"
+        )
+    if not target.is_dir():
+        raise LensNotFoundError(f"there is no lens at {target}: {_near(target)}")
+    if (target / PARAMS).is_file():
+        return _read_ours(target)
+    if (target / legacy.PARAMS).is_file():
+        found = legacy.read(target, view)
+        return Stored(
+            found.weight, found.bias, found.fingerprint, "resid_pre", found.sketch, found.record
+        )
+    names = ", ".join(sorted(p.name for p in target.iterdir())[:8]) or "nothing"
+    raise LensNotFoundError(
+        f"{target} holds no lens: neither {PARAMS} nor {legacy.PARAMS}; it holds {names}"
+    )
+
+
+def _near(target: Path) -> str:
+    parent = target.parent
+    while not parent.is_dir():
+        parent = parent.parent
+    names = ", ".join(sorted(p.name for p in parent.iterdir() if p.is_dir())[:8])
+    return f"{parent.resolve()} has the folders {names}" if names else f"{parent} has no folders"
+
+
+def _read_ours(folder: Path) -> Stored:
+    tensors, inside = _read_params(folder / PARAMS)
+    digest = _hash(tensors)
+    for config in (_beside(folder / CONFIG), inside):
+        if config is not None and config.get("params_sha256") == digest:
+            return _stored(folder, tensors, config)
+    raise LensFormatError(
+        f"{folder / PARAMS} is damaged: its parameters are not those that were written"
+    )
+
+
+def _read_params(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    try:
+        with safe_open(str(path), "pt", device="cpu") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            metadata = file.metadata() or {}
+        return tensors, json.loads(metadata.get("config", "null"))
+    except (SafetensorError, ValueError, OSError) as error:
+        raise LensFormatError(f"{path} is no safetensors file that can be read: {error}") from error
+
+
+def _beside(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise LensFormatError(f"{path} is no JSON: {error}") from error
+    return found if isinstance(found, dict) else None
+
+
+def _stored(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Stored:
+    if config.get("format") != "resid_patching.tuned_lens":
+        raise LensFormatError(f"{folder} holds {config.get('format')!r}, which is no tuned lens")
+    if config.get("version") != FORMAT_VERSION:
+        raise LensFormatError(
+            f"{folder} is of format version {config.get('version')}; this version of the package "
+            f"reads {FORMAT_VERSION}"
+        )
+    try:
+        fields = {f.name for f in dataclasses.fields(Fingerprint)}
+        given = config["fingerprint"]
+        mark = Fingerprint(**{name: given[name] for name in fields})
+        names = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
+        names.sort(key=lambda name: int(name.rpartition(".")[2]))
+        if config["site"] == "resid_pre":  # its rows are resid_pre.0, resid_post.0, ...
+            names.sort(key=lambda name: not name.startswith("resid_pre"))
+        weight = torch.stack([tensors[f"{name}.weight"] for name in names])
+        bias = torch.stack([tensors[f"{name}.bias"] for name in names])
+        if weight.shape != (mark.n_layers, mark.d_model, mark.d_model):
+            raise ValueError(f"{tuple(weight.shape)} parameters for {mark.n_layers} layers")
+        return Stored(weight, bias, mark, config["site"], tensors.get("sketch"), config["record"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise LensFormatError(f"{folder} is incomplete or damaged: {error!r}") from error

@@ -1,0 +1,142 @@
+"""States and teachers of windows of tokens, for fitting. Position 0 is left out.
+
+The first position holds states unlike any other's (often a hundred times as long), which a fit
+would spend itself on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from resid_patching.address import Address, hook_name
+from resid_patching.errors import HookNotFiredError
+from resid_patching.lens.states import last_state
+from resid_patching.lens.steps import Teacher, kl_only
+from resid_patching.lens.unembed import Unembedding
+from resid_patching.models import ModelView
+
+
+@dataclass(frozen=True, eq=False)
+class Harvest:
+    """States of the tokens of some windows.
+
+    Attributes:
+        states: for each layer [token, d_model], in our precision.
+        last: the last state of each [token, d_model].
+        logits: the model's logits [token, d_vocab], or None.
+    """
+
+    states: tuple[Float[Tensor, "token d_model"], ...]
+    last: Float[Tensor, "token d_model"]
+    logits: Float[Tensor, "token d_vocab"] | None
+
+
+class _Enough(Exception):
+    """Ends a forward pass before the unembedding."""
+
+
+def harvest(
+    view: ModelView,
+    tokens: Int[Tensor, "window pos"],
+    addresses: Sequence[Address],
+    *,
+    logits: bool,
+) -> Harvest:
+    """Runs windows and takes the states at the addresses and the last state.
+
+    Args:
+        view: the model.
+        tokens: ids [window, pos].
+        addresses: what each layer of the lens reads.
+        logits: whether the unembedding is run and its output taken.
+
+    Raises:
+        HookNotFiredError: a state never appeared.
+    """
+    unembedding = Unembedding.of(view)
+    held: dict[Address, Tensor] = {}
+    last = last_state(view)
+    wanted = list(dict.fromkeys([*addresses, last]))
+
+    def keeper(address: Address) -> Any:
+        def keep(tensor: Tensor) -> None:
+            full = tensor.expand(len(tokens), *tensor.shape[1:])
+            held[address] = unembedding.cast(full.detach()[:, 1:].flatten(0, 1)).clone()
+            if address == last and not logits:
+                raise _Enough
+
+        return keep
+
+    output = None
+    with contextlib.suppress(_Enough):
+        output = view.forward(
+            tokens.to(view.input_device), {hook_name(a): keeper(a) for a in wanted}
+        )
+    if missing := [str(a) for a in wanted if a not in held]:
+        raise HookNotFiredError(f"{view.name} ({view.kind}) never showed {', '.join(missing)}")
+    taken = None if output is None else output[:, 1:].flatten(0, 1)
+    return Harvest(tuple(held[a] for a in addresses), held[last], taken)
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Validation tokens: the states of every layer, and what the model says there.
+
+    Attributes:
+        unembedding: the model's readout.
+        states: for each layer [token, d_model].
+        teacher: the model's own distribution at these tokens.
+    """
+
+    unembedding: Unembedding
+    states: tuple[Float[Tensor, "token d_model"], ...]
+    teacher: Teacher
+
+    @classmethod
+    def of(
+        cls, view: ModelView, tokens: Int[Tensor, "window pos"], addresses: Sequence[Address]
+    ) -> Held:
+        """The states of validation windows."""
+        unembedding = Unembedding.of(view)
+        parts, teachers = [], []
+        for window in tokens.split(1):
+            found = harvest(view, window, addresses, logits=True)
+            assert found.logits is not None
+            parts.append(found.states)
+            teachers.append(Teacher.of(unembedding, found.logits))
+        states = tuple(torch.cat(layer) for layer in zip(*parts, strict=True))
+        return cls(unembedding, states, _joined(teachers))
+
+    def kl(self, layer: int, weight: Tensor, bias: Tensor, *, every: int = 1) -> float:
+        """Mean KL(final || lens) of a translator, in nats.
+
+        Args:
+            layer: whose states.
+            weight: A [d_model, d_model].
+            bias: b [d_model].
+            every: take one token of so many.
+        """
+        where = slice(None, None, every)
+        states = self.states[layer][where]
+        moved = states + torch.nn.functional.linear(states, weight.to(states), bias.to(states))
+        return float(kl_only(self.unembedding, moved, self.teacher.take(where)).mean())
+
+    def __len__(self) -> int:
+        return len(self.teacher)
+
+
+def _joined(teachers: list[Teacher]) -> Teacher:
+    logits = [t.logits for t in teachers if t.logits is not None]
+    return Teacher(
+        torch.cat([t.p_log_p for t in teachers]),
+        torch.cat([t.mean_row for t in teachers]),
+        torch.cat([t.mean_bias for t in teachers]),
+        torch.cat(logits) if logits else None,
+    )

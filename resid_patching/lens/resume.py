@@ -1,0 +1,168 @@
+"""The state of a fit in one file, replaced as a whole: a killed fit goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from resid_patching.errors import LensFormatError, LensMismatchError
+from resid_patching.lens.loop import Layer
+from resid_patching.result import write_bytes
+
+STATE = "fit_state.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """Where a fit is.
+
+    Attributes:
+        step: steps made.
+        layers: the translators.
+        table: validation KL of the logit lens and of ridge, and the penalties.
+        looks: what was found at each look at the validation tokens.
+    """
+
+    step: int
+    layers: list[Layer]
+    table: dict[str, Any]
+    looks: list[dict[str, Any]]
+
+
+def save(folder: Path, progress: Progress, identity: dict[str, Any]) -> None:
+    """Writes the state.
+
+    Args:
+        folder: made where it does not exist.
+        progress: where the fit is.
+        identity: what must be the same for it to be taken up: settings, data, model.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    numbers: list[Any] = []
+    for index, layer in enumerate(progress.layers):
+        for name in ("weight", "bias", "best_weight", "best_bias"):
+            tensors[f"{index}.{name}"] = getattr(layer, name).detach().cpu().clone()
+        states = [
+            _flat(o, f"{index}.optimizer.{n}", tensors) for n, o in enumerate(layer.optimizers)
+        ]
+        kept = {
+            name: getattr(layer, name) for name in ("kl", "waited", "stopped", "scale", "label")
+        }
+        numbers.append({**kept, "optimizers": states})
+    about = {
+        "format": "resid_patching.fit_state",
+        "version": 1,
+        "identity": identity,
+        "step": progress.step,
+        "table": progress.table,
+        "looks": progress.looks,
+        "layers": numbers,
+    }
+    content = safetensors.torch.save(tensors, {"about": json.dumps(about)})
+    write_bytes(folder / STATE, content)
+
+
+def _flat(optimizer: Any, prefix: str, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """An optimizer's state: its tensors go to the others, its numbers are returned."""
+    numbers = []
+    for place, state in optimizer.state_dict()["state"].items():
+        plain = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{prefix}.{place}.{name}"] = value.detach().cpu().contiguous().clone()
+            else:
+                plain[name] = value
+        numbers.append({"place": place, "numbers": plain})
+    return numbers
+
+
+def load(folder: Path, layers: list[Layer], identity: dict[str, Any]) -> Progress | None:
+    """Puts the state in a folder into layers that have their optimizers; None where there is none.
+
+    Raises:
+        LensFormatError: the file is damaged.
+        LensMismatchError: it is of a fit with other settings, data or of another model.
+    """
+    about, tensors = read(folder)
+    if about is None:
+        return None
+    _require_same(folder, about["identity"], identity)
+    for index, (layer, numbers) in enumerate(zip(layers, about["layers"], strict=True)):
+        for name in ("weight", "bias"):
+            getattr(layer, name).copy_(tensors[f"{index}.{name}"])
+        for name in ("best_weight", "best_bias"):
+            setattr(layer, name, tensors[f"{index}.{name}"].to(layer.weight.device))
+        layer.kl, layer.waited = float(numbers["kl"]), int(numbers["waited"])
+        layer.stopped = bool(numbers["stopped"])
+        for n, optimizer in enumerate(layer.optimizers):
+            prefix = f"{index}.optimizer.{n}"
+            optimizer.load_state_dict(
+                {
+                    "state": _unflat(numbers["optimizers"][n], prefix, tensors),
+                    "param_groups": optimizer.state_dict()["param_groups"],
+                }
+            )
+    return Progress(about["step"], layers, about["table"], about["looks"])
+
+
+def _unflat(
+    numbers: list[dict[str, Any]], prefix: str, tensors: dict[str, Tensor]
+) -> dict[int, dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    for entry in numbers:
+        begin = f"{prefix}.{entry['place']}."
+        state = {k.removeprefix(begin): t for k, t in tensors.items() if k.startswith(begin)}
+        found[int(entry["place"])] = {**state, **entry["numbers"]}
+    return found
+
+
+def read(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+    """What the file holds: what it says of itself, and its tensors.
+
+    Raises:
+        LensFormatError: the file is damaged.
+    """
+    path = folder / STATE
+    if not path.is_file():
+        return None, {}
+    try:
+        with safe_open(str(path), "pt", device="cpu") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            about = json.loads((file.metadata() or {})["about"])
+        if about["format"] != "resid_patching.fit_state" or about["version"] != 1:
+            raise ValueError(f"format {about['format']}, version {about['version']}")
+        return about, tensors
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise LensFormatError(f"{path} is no state of a fit that can be read: {error}") from error
+
+
+def _require_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    ours = json.loads(json.dumps(ours))
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise LensMismatchError(
+                f"{folder / STATE} is of a fit with {name} = {theirs.get(name)!r}, but this one "
+                f"has {ours.get(name)!r}. Use the same to go on with it, or another folder to "
+                "begin anew."
+            )
+
+
+def remove(folder: Path) -> None:
+    """Takes the state away."""
+    (folder / STATE).unlink(missing_ok=True)
+
+
+def best_translators(layers: list[Layer]) -> tuple[Tensor, Tensor]:
+    """The best translators of all layers, A [layer, d_model, d_model] and b [layer, d_model]."""
+    return (
+        torch.stack([layer.best_weight for layer in layers]),
+        torch.stack([layer.best_bias for layer in layers]),
+    )
