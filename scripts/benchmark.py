@@ -288,9 +288,147 @@ def path_grid(model: Any, layers: Sequence[int] | None = None) -> dict[str, Any]
     }
 
 
-def require_equal(difference: float) -> None:
+# Lenses
+
+LENS_PROMPTS, LENS_LENGTH, STEP_TOKENS = 8, 128, 256
+
+
+def logit_lens(model: Any, repeats: int) -> dict[str, Any]:
+    """One row: top-10 and KL at every layer, beside the bare products with the unembedding."""
+    tokens = lens_tokens()
+    view = rp.ModelView(model)
+    n_rows = view.n_layers + 1
+    states = torch.randn(tokens.numel(), view.d_model)
+
+    def ours() -> Tensor:
+        found = rp.logit_lens(rp.capture(model, tokens)).measure("kl", top=10)
+        return found["kl"].values[-1]
+
+    def products() -> Tensor:
+        with torch.no_grad():
+            for _ in range(n_rows):
+                for block in states.split(128):
+                    block @ view.W_U
+        return torch.zeros(LENS_PROMPTS, LENS_LENGTH)
+
+    seconds, values = in_turn(repeats, ours=ours, products=products)
+    return {
+        "row": f"logit lens, top-10 and KL at {n_rows} rows, {LENS_PROMPTS} x {LENS_LENGTH}",
+        "ours": seconds["ours"],
+        "forwards": None,
+        "peer": "the bare products with W_U (its forward pass is in ours)",
+        "peer_seconds": seconds["products"],
+        "ratio": seconds["products"] / seconds["ours"],
+        "difference": float(values["ours"].abs().max()),  # KL(final || last row) is 0
+    }
+
+
+def lens_tokens() -> Tensor:
+    """Random ids."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(50257, (LENS_PROMPTS, LENS_LENGTH), generator=generator)
+
+
+def kl_step(model: Any, repeats: int, products: str) -> dict[str, Any]:
+    """One row: gradients of a KL step at every layer, beside a plain autograd loop."""
+    from resid_patching.lens.harvest import harvest
+    from resid_patching.lens.steps import Teacher, kl_and_gradient
+    from resid_patching.lens.tuned import site_rows
+    from resid_patching.lens.unembed import LowUnembedding, Unembedding
+
+    view = rp.ModelView(model)
+    rows = site_rows("resid_pre", view.n_layers)[:-1]
+    found = harvest(view, lens_tokens()[:3], rows, logits=True)
+    states = [state[:STEP_TOKENS] for state in found.states]
+    assert found.logits is not None
+    final = found.logits[:STEP_TOKENS]
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(768, 768, generator=generator) / 100 for _ in rows]
+    readout = (LowUnembedding if products == "bfloat16" else Unembedding).of(view)
+
+    def ours() -> Tensor:
+        teacher = Teacher.of(readout, final)
+        buffer = readout.buffer(min(readout.block_rows, STEP_TOKENS))
+        kls = []
+        for h, A in zip(states, weights, strict=True):
+            kl, gradient = kl_and_gradient(readout, h + h @ A.T, teacher, buffer)
+            _ = gradient.T @ h / len(h)
+            kls.append(kl.mean())
+        return torch.stack(kls)
+
+    def theirs() -> Tensor:
+        log_p = final.log_softmax(-1)
+        p, kls = log_p.exp(), []
+        for h, A in zip(states, weights, strict=True):
+            A = A.clone().requires_grad_()
+            normed = view.final_norm(h + h @ A.T)
+            log_q = (normed @ view.W_U.detach() + view.b_U.detach()).log_softmax(-1)
+            kl = (p * (log_p - log_q)).sum(-1).mean()
+            kl.backward()
+            kls.append(kl.detach())
+        return torch.stack(kls)
+
+    seconds, values = in_turn(repeats, ours=ours, theirs=theirs)
+    difference = float((values["ours"] - values["theirs"]).abs().max())
+    require_equal(difference, 2e-3)
+    return {
+        "row": f"KL step, {len(rows)} layers of {STEP_TOKENS} tokens, {products} products",
+        "ours": seconds["ours"],
+        "forwards": None,
+        "peer": "plain autograd in float32",
+        "peer_seconds": seconds["theirs"],
+        "ratio": seconds["theirs"] / seconds["ours"],
+        "difference": difference,
+    }
+
+
+def ridge(model: Any, repeats: int) -> dict[str, Any]:
+    """One row: statistics of the regression, beside KL steps on as many tokens."""
+    from resid_patching.lens.harvest import harvest
+    from resid_patching.lens.loop import Layer, Plan, equip, take_step
+    from resid_patching.lens.ridge import Statistics
+    from resid_patching.lens.tuned import site_rows
+    from resid_patching.lens.unembed import Unembedding
+
+    view, tokens = rp.ModelView(model), lens_tokens()
+    rows = site_rows("resid_pre", view.n_layers)[:-1]
+    n_tokens = LENS_PROMPTS * (LENS_LENGTH - 1)
+
+    def ours() -> Tensor:
+        statistics = Statistics.empty(len(rows), view.d_model)
+        found = harvest(view, tokens, rows, logits=False)
+        statistics.add(found.states, found.last)
+        return statistics.total
+
+    zero = torch.zeros(768, 768), torch.zeros(768)
+    plan = Plan(100, n_tokens, LENS_PROMPTS, "muon", 0.02, 1.0, 20, 3, seed=0)
+    layers = [
+        Layer(str(row), *(t.clone() for t in zero), 1.0, 0.0, *(t.clone() for t in zero))
+        for row in rows
+    ]
+    for layer in layers:
+        equip(layer, plan, 1.0)
+
+    def theirs() -> Tensor:
+        found = harvest(view, tokens, rows, logits=True)
+        take_step(layers, plan, 0, found, Unembedding.of(view))
+        return torch.zeros(())
+
+    seconds, _ = in_turn(repeats, ours=ours, theirs=theirs)
+    return {
+        "row": f"ridge statistics of {n_tokens} tokens at {len(rows)} layers",
+        "ours": seconds["ours"],
+        "forwards": None,
+        "peer": "our own KL step on as many tokens of each layer",
+        "peer_seconds": seconds["theirs"],
+        "ratio": seconds["theirs"] / seconds["ours"],
+        "difference": 0.0,
+    }
+
+
+def require_equal(difference: float, tolerance: float = 1e-3) -> None:
     """Stops where the two sides did not compute the same numbers."""
-    if not difference < 1e-3:
+    if not difference < tolerance:
         raise SystemExit(f"the two sides differ by {difference:.1e}; nothing is reported")
 
 
@@ -305,8 +443,8 @@ def main() -> None:
     parser.add_argument(
         "--rows",
         nargs="+",
-        choices=("sweeps", "paths", "grid"),
-        default=("sweeps", "paths"),
+        choices=("sweeps", "paths", "lens", "grid"),
+        default=("sweeps", "paths", "lens"),
         help="grid takes minutes, and needs TransformerLens 4.3",
     )
     parser.add_argument("--json", metavar="FILE")
@@ -322,6 +460,11 @@ def main() -> None:
         queries = ["9.9.q", "9.6.q", "10.0.q"]
         name = "144 heads -> q of three heads together, last position"
         rows.append(paths(model, queries, name, arguments.repeats))
+    if "lens" in arguments.rows:
+        rows.append(logit_lens(model, arguments.repeats))
+        for products in ("float32", "bfloat16"):
+            rows.append(kl_step(model, arguments.repeats, products))
+        rows.append(ridge(model, arguments.repeats))
     if "grid" in arguments.rows:
         rows.append(path_grid(model))
     print(f"{arguments.backend}, {arguments.threads} threads, {PROMPTS} x {LENGTH} tokens")

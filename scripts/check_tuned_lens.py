@@ -1,8 +1,8 @@
 """Checks that lenses go both ways between this package and the tuned-lens package.
 
 A small GPT-2 with random weights is saved as a folder; a lens with random translators is written
-by one package, read by the other, and the logits of every layer are compared. tuned-lens 0.2.0 needs
-an environment of its own, with the older libraries that it works with:
+by one package, read by the other, and the logits of every layer are compared. tuned-lens 0.2.0
+needs an environment of its own, with the older libraries that it works with:
 
     python -m venv other
     other/bin/pip install torch "transformers==4.46.3" numpy

@@ -568,7 +568,29 @@ def test_T15_five_steps_and_five_more_are_ten(tmp_path, monkeypatch):
         assert len(counted) == 5
         assert same(resumed, whole)
         assert resumed.record == whole.record
+        # The state stays until the lens is written there, and then goes.
+        again = quick(model, folder=folder, save_every=1, **options)
+        assert same(again, whole)
+        quick(model, steps=2).save(folder)
+        assert (folder / resume.STATE).exists()
+        resumed.save(folder)
         assert not (folder / resume.STATE).exists()
+
+
+def test_a_file_that_is_not_utf8_is_named_and_a_byte_order_mark_is_no_token(tmp_path):
+    model = zoo.text_model(zoo.BACKENDS[0])
+    path = tmp_path / "latin.txt"
+    path.write_bytes(b"caf\xe9 " * 300)
+    with pytest.raises(PromptError, match="latin.txt is not UTF-8 text"):
+        rp.fit_tuned_lens(model, path, steps=0, length=16, progress=False)
+    view = rp.ModelView(model)
+    read = []
+    for name, start in (("plain.txt", b""), ("marked.txt", b"\xef\xbb\xbf")):
+        (tmp_path / name).write_bytes(start + b"the cat sat on the mat. " * 60)
+        read.append(
+            data.read_windows(view, tmp_path / name, length=16, tokens=64, validation_tokens=16)
+        )
+    assert torch.equal(read[0].training, read[1].training)
 
 
 CHILD = """

@@ -268,7 +268,7 @@ def _processing(arguments: argparse.Namespace) -> str:
     """How the model must be loaded for the lens to be its own: as the file says."""
     from resid_patching.lens import checkpoint
 
-    config = Path(arguments.lens) / checkpoint.CONFIG
+    config = checkpoint.folder_of(arguments.lens) / checkpoint.CONFIG
     try:
         basis = json.loads(config.read_text(encoding="utf-8"))["fingerprint"]["basis"]
     except (OSError, ValueError, KeyError, TypeError):

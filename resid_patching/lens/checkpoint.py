@@ -30,9 +30,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from resid_patching.errors import LensFormatError, LensNotFoundError
-from resid_patching.lens import legacy
+from resid_patching.lens import legacy, resume
 from resid_patching.lens.fingerprint import Fingerprint
-from resid_patching.models import ModelView
+from resid_patching.models import DEMO_FOLDER, ModelView
 from resid_patching.result import write_bytes, write_text
 from resid_patching.version import __version__
 
@@ -76,6 +76,7 @@ def save(lens: TunedLens, folder: str | os.PathLike[str], format: str) -> None:
     target.mkdir(parents=True, exist_ok=True)
     if format == "tuned-lens":
         legacy.save(lens, target)
+        resume.remove_finished(target, lens.record)
         return
     tensors = _tensors(lens)
     config = {
@@ -92,6 +93,7 @@ def save(lens: TunedLens, folder: str | os.PathLike[str], format: str) -> None:
     metadata = {"config": text}
     write_bytes(target / PARAMS, safetensors.torch.save(tensors, metadata))
     write_text(target / CONFIG, text + "\n")
+    resume.remove_finished(target, lens.record)
 
 
 def _tensors(lens: TunedLens) -> dict[str, Tensor]:
@@ -112,9 +114,14 @@ def _hash(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def folder_of(name: str | os.PathLike[str]) -> Path:
+    """The folder of a lens by its name; `demo` is the one shipped with the demo model."""
+    return DEMO_FOLDER / "lens" if name == "demo" else Path(name)
+
+
 def read(folder: str | os.PathLike[str], view: ModelView) -> Stored:
     """Reads a lens in either format; see `TunedLens.load`."""
-    target = Path(folder)
+    target = folder_of(folder)
     if target.is_file():
         raise LensFormatError(
             f"{target} is a file; a lens is a folder with {CONFIG} and {PARAMS} (or the "

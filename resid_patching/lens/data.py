@@ -194,7 +194,7 @@ class _Reader:
                 )
             document = document[self.text_key]
         if isinstance(document, os.PathLike):
-            document = Path(document).read_text(encoding="utf-8")
+            document = _read(Path(document))
         if isinstance(document, str):
             if self.view.tokenizer is None:
                 raise PromptError(f"{self.view.name} has no tokenizer; give token ids")
@@ -205,3 +205,12 @@ class _Reader:
         if isinstance(document, Sequence) and all(isinstance(i, int) for i in document):
             return list(document)
         raise PromptError(f"{_UNKNOWN}; got {type(document).__name__} among them")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(
+            f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
+        ) from None

@@ -111,7 +111,7 @@ def fit_tuned_lens(
         seed: of every draw; nothing is seeded globally.
         folder: where the state is kept every `save_every` steps. A fit that finds its own state
             there goes on with it, and gives what it would have given unbroken (bit for bit on a
-            CPU). The state is removed at the end; `save` writes the lens.
+            CPU). The state stays until `save` has written the lens to the same folder.
         save_every: steps between writes of the state.
         progress: whether a bar with the KL of each layer is shown on a terminal.
 
@@ -197,6 +197,8 @@ class _Fit:
         bar = tqdm(total=self.plan.steps, initial=state.step, unit="step", disable=self._hidden)
         with bar:
             for step in range(state.step, self.plan.steps):
+                if all(layer.stopped for layer in state.layers):
+                    break
                 kls = self._step(state.layers, step)
                 state = Progress(step + 1, state.layers, state.table, state.looks)
                 self._look(state)
@@ -204,11 +206,9 @@ class _Fit:
                 bar.update()
                 if folder is not None and state.step % save_every == 0:
                     resuming.save(folder, state, self.identity)
-                if all(layer.stopped for layer in state.layers):
-                    break
+        if folder is not None and self.plan.steps:
+            resuming.save(folder, state, self.identity)
         self._finish(state)
-        if folder is not None:
-            resuming.remove(folder)
 
     @property
     def _hidden(self) -> bool | None:

@@ -6,7 +6,6 @@ would spend itself on.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from resid_patching.address import Address, hook_name
-from resid_patching.errors import HookNotFiredError
 from resid_patching.lens.states import last_state
 from resid_patching.lens.steps import Teacher, kl_only
 from resid_patching.lens.unembed import Unembedding
@@ -36,10 +34,6 @@ class Harvest:
     states: tuple[Float[Tensor, "token d_model"], ...]
     last: Float[Tensor, "token d_model"]
     logits: Float[Tensor, "token d_vocab"] | None
-
-
-class _Enough(Exception):
-    """Ends a forward pass before the unembedding."""
 
 
 def harvest(
@@ -69,18 +63,15 @@ def harvest(
         def keep(tensor: Tensor) -> None:
             full = tensor.expand(len(tokens), *tensor.shape[1:])
             held[address] = unembedding.cast(full.detach()[:, 1:].flatten(0, 1)).clone()
-            if address == last and not logits:
-                raise _Enough
 
         return keep
 
-    output = None
-    with contextlib.suppress(_Enough):
-        output = view.forward(
-            tokens.to(view.input_device), {hook_name(a): keeper(a) for a in wanted}
-        )
-    if missing := [str(a) for a in wanted if a not in held]:
-        raise HookNotFiredError(f"{view.name} ({view.kind}) never showed {', '.join(missing)}")
+    readers = {hook_name(a): keeper(a) for a in wanted}
+    tokens, output = tokens.to(view.input_device), None
+    if logits:
+        output = view.forward(tokens, readers)
+    else:
+        view.forward_blocks(tokens, readers)
     taken = None if output is None else output[:, 1:].flatten(0, 1)
     return Harvest(tuple(held[a] for a in addresses), held[last], taken)
 

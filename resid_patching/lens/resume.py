@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,18 +147,36 @@ def read(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
 
 def _require_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     ours = json.loads(json.dumps(ours))
-    for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
-            raise LensMismatchError(
-                f"{folder / STATE} is of a fit with {name} = {theirs.get(name)!r}, but this one "
-                f"has {ours.get(name)!r}. Use the same to go on with it, or another folder to "
-                "begin anew."
-            )
+    for name, left, right in _differences(theirs, ours):
+        raise LensMismatchError(
+            f"{folder / STATE} is of a fit with {name} = {left!r}, but this one has {right!r}. Use "
+            "the same to go on with it, or another folder to begin anew."
+        )
 
 
-def remove(folder: Path) -> None:
-    """Takes the state away."""
-    (folder / STATE).unlink(missing_ok=True)
+def _differences(left: dict[str, Any], right: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Entries that differ, inside entries too, by name."""
+    for name in sorted(left.keys() | right.keys()):
+        ours, theirs = left.get(name), right.get(name)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            for inner, *values in _differences(ours, theirs):
+                yield f"{name} {inner}", *values
+        elif ours != theirs:
+            yield name, ours, theirs
+
+
+def remove_finished(folder: Path, record: dict[str, Any]) -> None:
+    """Takes away the state of the fit that a lens came from, now that the lens is written."""
+    try:
+        about, _ = read(folder)
+    except LensFormatError:
+        return
+    fit = record.get("fit", {})
+    ours = (record.get("data_sha256"), fit.get("steps_made"), fit.get("seed"))
+    if about is not None:
+        identity = about["identity"]
+        if (identity.get("data"), about["step"], identity.get("seed")) == ours:
+            (folder / STATE).unlink(missing_ok=True)
 
 
 def best_translators(layers: list[Layer]) -> tuple[Tensor, Tensor]:

@@ -369,7 +369,8 @@ class TunedLens(nn.Module):
         """Reads a lens from a folder in either format, and checks that it is of this model.
 
         Args:
-            folder: what `save` wrote, or a lens of the tuned-lens package.
+            folder: what `save` wrote, a lens of the tuned-lens package, or `demo`, the lens
+                shipped with the demo model.
             model: the model that it is for.
 
         Raises:

@@ -14,8 +14,9 @@ reader one of logits, 2.1.q, 2.0.k, 2.0.v, mlp.1.in, resid_pre.1, resid_mid.1, r
 import contextlib
 
 import torch
-from reference.ablation import describe, unembed
 from torch import Tensor
+
+from reference.ablation import describe, unembed
 
 
 def activations(model, tokens: Tensor, own_hooks=()) -> dict[str, Tensor]:
