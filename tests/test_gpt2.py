@@ -1,4 +1,4 @@
-"""GPT-2 small's published attributions; they run where its weights are.
+"""GPT-2 small's published figures; they run where its weights are.
 
 Sources: TransformerLens (MIT), demos Direct_Logit_Attribution_Demo at 4cd36aae, Exploratory
 Analysis and Main_Demo at db0f191f; the "3 + 5 =" figures from a public issue on them. Weights
@@ -156,3 +156,43 @@ def test_the_rows_sum_whatever_was_folded(gpt2_source, backend):
             totals.append(dla.total)
     for total in totals[1:]:
         torch.testing.assert_close(total, totals[0], rtol=0, atol=2e-3)
+
+
+@backends
+def test_L02_published_rows_of_the_logit_lens(gpt2_source, backend):
+    """Without a beginning-of-sequence token; the last row is the model's own output."""
+    model = load(gpt2_source, backend, "raw")
+    run = rp.capture(model, "The capital of France is", prepend_bos=False)
+    lens = rp.logit_lens(run)
+    published = {
+        "resid_post.11": {
+            " the": 0.08459,
+            " now": 0.04795,
+            " a": 0.04616,
+            " France": 0.03238,
+            " Paris": 0.03225,
+        },
+        "resid_post.10": {" France": 0.24243, " Paris": 0.13915, " now": 0.1028},
+        "resid_post.9": {" France": 0.62125, " Paris": 0.18194},
+        "resid_post.8": {" now": 0.42266, " located": 0.14541},
+        "resid_post.0": {" not": 0.33223},
+    }
+    for layer, tokens in published.items():
+        for token, probability in tokens.items():
+            found = float(lens.prob(token).sel(layer=layer, batch=0, pos=-1))
+            assert found == pytest.approx(probability, abs=5e-4), (layer, token)
+
+
+@backends
+def test_P15_the_published_strongest_edge(gpt2_source, backend):
+    """Head 8.6 to the query of 9.9, the residual edge alone: +0.083 of the way back."""
+    model = load(gpt2_source, backend)
+    base = rp.capture(model, "When Mary and John went to the store, Mary gave a drink to")
+    source = rp.capture(model, "When Mary and John went to the store, John gave a drink to")
+    metric = rp.logit_diff(" Mary", " John")
+    how = rp.Path(to=rp.readers(*rp.inputs(model, "q")), using=rp.Resample(source), mlps="freeze")
+    effect = rp.ablate(base, rp.heads(model), how, metric=metric)
+    share = effect.recovery(rp.measure(source, metric))
+    edge = share[effect.targets.index("8.6"), effect.readers.index("9.9.q")]
+    assert float(edge) == pytest.approx(0.083, abs=2e-3)
+    assert float(share.nan_to_num().abs().max()) == pytest.approx(float(edge.abs()), abs=1e-6)

@@ -85,7 +85,7 @@ def _add_view_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lens",
         metavar="FOLDER",
-        help="read through this tuned lens instead, ours or the tuned-lens package's",
+        help="read through this tuned lens instead: ours, the tuned-lens package's, or demo",
     )
     parser.add_argument(
         "--beside", action="store_true", help="with --lens: also the logit lens, for comparison"

@@ -138,7 +138,7 @@ def _add_lens_flag(parser: argparse.ArgumentParser) -> None:
         "--lens",
         metavar="FOLDER",
         required=True,
-        help="a lens, ours or the tuned-lens package's",
+        help="a lens: ours, the tuned-lens package's, or demo",
     )
 
 

@@ -221,7 +221,7 @@ class _Closed(_Work):
             for column, readers in enumerate(self.ends.sets):
                 n = max(reads[reader].n for reader in readers)
                 found = {reader: reads[reader] for reader in readers}
-                patched, direct = self._patched(found, reached[:n])
+                patched, direct = self._patched(found, reached[:n], stack.moved[:n])
                 yield _Cell(numbers[:n], column, patched, direct, "plain", len(numbers))
 
     def _stack_size(self) -> int:
@@ -232,7 +232,9 @@ class _Closed(_Work):
         per_sender = rows * size * (4 * view.d_model + 3 * d_mlp + held)
         return max(1, min(CARRIED_ROWS // rows, self.chunk.max_bytes // (2 * per_sender)))
 
-    def _patched(self, reads: dict[Reader, Read], reached: Tensor) -> tuple[Tensor, Tensor]:
+    def _patched(
+        self, reads: dict[Reader, Read], reached: Tensor, moved: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The metric [senders, rows] with the readers written: run again, and later frozen."""
         base = self.chunk.baseline.expand(len(reached), -1)
         if not bool(reached.any()):
@@ -241,9 +243,9 @@ class _Closed(_Work):
             (read,) = reads.values()
             value = torch.where(reached, self._at_last(read), base)
             return value, value
-        written = self._written(reads, len(reached))
+        written = self._written(reads, moved)
         patched, direct = base.clone(), base.clone()
-        for part in even_parts(len(reached), self._n_together()):
+        for part in even_parts(len(reached), self._n_together(written)):
             total, frozen = self.chunk.write(written.part(part))
             patched[part] = torch.where(reached[part], self.chunk.score(total), base[part])
             direct[part] = torch.where(reached[part], self.chunk.score(frozen), base[part])
@@ -260,9 +262,9 @@ class _Closed(_Work):
         scale = self.view.final_norm.scale(base.to(self.view.compute_dtype))
         return chunk.score(base + change, scale if self.frozen else None)
 
-    def _written(self, reads: dict[Reader, Read], n: int) -> Written:
+    def _written(self, reads: dict[Reader, Read], moved: Tensor) -> Written:
         """The readers' values for all senders; clean ones for senders that do not reach one."""
-        values, changes = {}, {}
+        values, changes, n = {}, {}, len(moved)
         for reader, read in reads.items():
             site = site_of(self.view, reader)
             missing = n - read.n
@@ -271,13 +273,13 @@ class _Closed(_Work):
             if read.changes is not None:
                 none = torch.zeros_like(clean)
                 changes[site] = torch.cat([read.changes, none]) if missing else read.changes
-        return Written(self.index, values, changes)
+        return Written(self.index, values, changes, moved)
 
-    def _n_together(self) -> int:
+    def _n_together(self, written: Written) -> int:
         """Senders whose changes are run together behind the readers."""
         chunk, view = self.chunk, self.view
-        first = torch.where(self.index >= 0, self.index, chunk.clean.width).amin(1)
-        n_rows = max(1, int((chunk.clean.lengths.to(first.device) - first).max()))
+        lengths = chunk.clean.lengths.to(written.index.device)
+        n_rows = max(1, int((lengths - written.first_moved(lengths)).max()))
         per_sender = len(chunk.clean) * n_rows
         n_bytes = per_sender * view.d_model * view.compute_dtype.itemsize * 16
         return max(1, min(WRITTEN_ROWS // per_sender, chunk.max_bytes // (2 * n_bytes)))

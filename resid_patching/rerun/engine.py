@@ -304,8 +304,7 @@ class Chunk:
         assert self.plain is not None
         (key, start), *later = written.by_stage(self.view)
         change = StageChange(self.clean, self.plain, self.deltas)
-        first = torch.where(written.valid, written.index, self.clean.width).amin(1)
-        first = torch.minimum(first, self.clean.lengths.to(first.device) - 1)
+        first = written.first_moved(self.clean.lengths.to(self.view.device))
         rest = [site for _, part in later for site in part.values]
         walk = Walk(
             self.view,

@@ -220,6 +220,91 @@ class PlainBlocks:
         z = torch.einsum("bhvmp,bphd->vbmhd", pattern[..., :width], old_v)
         return z + torch.einsum("bhvmr,vbrhd->vbmhd", pattern[..., width:], v)
 
+    def attend_behind(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, clean: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Many rows: put in the place of the clean ones among all keys and values, then attended.
+
+        Args:
+            q: [v, b, r, head, d_head].
+            k: [v, b, r, kv_head, d_head].
+            v: as k.
+            keys: positions of these rows [b, r]; -1 where there is none.
+            clean: clean keys and values [b, pos, kv_head, d_head].
+        """
+        row, slot = (keys >= 0).nonzero(as_tuple=True)
+        whole = []
+        for new, old in zip((k, v), clean, strict=True):
+            full = old[None].repeat(len(new), 1, 1, 1, 1)
+            full[:, row, keys[row, slot]] = new[:, row, slot]
+            whole.append(self._per_query_head(full.flatten(0, 1).transpose(1, 2), 1))
+        positions = torch.arange(whole[0].shape[2], device=q.device)
+        seen = (positions <= keys.clamp_min(0)[:, :, None])[None].expand(len(q), -1, -1, -1)
+        z = F.scaled_dot_product_attention(
+            q.flatten(0, 1).transpose(1, 2),
+            *whole,
+            attn_mask=seen.flatten(0, 1)[:, None],
+            scale=self.scale,
+        )
+        return z.transpose(1, 2).reshape(q.shape)
+
+    def attend_unprojected(
+        self,
+        layer: int,
+        own: Tensor,
+        normed: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        clean: tuple[Tensor, Tensor] | None,
+        first: Tensor,
+    ) -> Tensor:
+        """A few rows over many new ones, without the keys and values of these.
+
+            q . (x W_K + b_K) = (W_K q) . x + q . b_K
+            sum_r a_r (x_r W_V + b_V) = (sum_r a_r x_r) W_V + (sum_r a_r) b_V
+
+        Args:
+            layer: whose projections; without rotary positions.
+            own: normed states of the rows [v, b, m, d_model].
+            normed: normed states of the new keys [v, b, r, d_model].
+            queries: positions of the rows [b, m].
+            keys: positions of the new keys [b, r]; -1 where there is none.
+            clean: clean keys and values [b, pos, kv_head, d_head], or None where none are seen.
+            first: first changed position of each prompt [b].
+        """
+        W_K, b_K = self._by_head(layer, "k")
+        W_V, b_V = self._by_head(layer, "v")
+        q = self.inputs(layer, "q", list(range(self.n_heads)), own)
+        asked = torch.einsum("vbmhd,chd->vbmhc", q, W_K)
+        new = torch.einsum("vbmhc,vbrc->bhvmr", asked, normed)
+        new = (new + torch.einsum("vbmhd,hd->bhvm", q, b_K)[..., None]) * self.scale
+        seen = (keys[:, None] <= queries[:, :, None]) & (keys >= 0)[:, None]
+        new = new.masked_fill(~seen[:, None, None], -torch.inf)
+        if clean is None:
+            return self._mix(new.softmax(-1), normed, W_V, b_V)
+        old_k, old_v = (self._per_query_head(t, 2) for t in clean)
+        width = old_k.shape[1]
+        old = torch.einsum("vbmhd,bphd->bhvmp", q, old_k) * self.scale
+        before = torch.arange(width, device=q.device) < first[:, None]
+        old = old.masked_fill(~before[:, None, None, None], -torch.inf)
+        pattern = torch.cat([old, new], -1).softmax(-1)
+        z = torch.einsum("bhvmp,bphd->vbmhd", pattern[..., :width], old_v)
+        return z + self._mix(pattern[..., width:], normed, W_V, b_V)
+
+    def _mix(self, pattern: Tensor, normed: Tensor, W_V: Tensor, b_V: Tensor) -> Tensor:
+        """What rows take of normed states, mixed before they are projected."""
+        mixed = torch.einsum("bhvmr,vbrc->vbmhc", pattern, normed)
+        share = torch.einsum("bhvmr->vbmh", pattern)
+        return torch.einsum("vbmhc,chd->vbmhd", mixed, W_V) + share[..., None] * b_V
+
+    def _by_head(self, layer: int, which: str) -> tuple[Tensor, Tensor]:
+        """Keys' or values' weights for each query head [d_model, head, d_head], and biases."""
+        W = self.weights(layer)
+        start = self.n_heads + (0 if which == "k" else self.n_kv_heads)
+        weight = W.W_QKV.unflatten(1, (-1, W.d_head))[:, start : start + self.n_kv_heads]
+        bias = W.b_QKV.unflatten(0, (-1, W.d_head))[start : start + self.n_kv_heads]
+        return self._per_query_head(weight, 1), self._per_query_head(bias, 0)
+
     def attend_some(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         """Some rows of some heads, over whole keys and values.
 

@@ -44,8 +44,7 @@ class Walk:
         self.written = written
         lengths = clean.lengths.to(first.device)
         n_rows = max(1, int((lengths - first).max()))
-        # Whole rows go through one fused attention; leaving a few out is not worth the masks.
-        self.whole = n_rows * 4 > clean.width * 3
+        self.whole = not bool(first.any()) or n_rows == clean.width
         if self.whole:
             self.first = torch.zeros_like(first)
             self.keys = clean.positions.to(first.device)
@@ -86,18 +85,12 @@ class Walk:
         return layer == self.view.n_layers - 1 and not writes_here
 
     def _block(self, layer: int, states: Tensor, shortened: bool) -> Tensor:
-        plain, keys = self.plain, self.keys.clamp_min(0)
+        plain = self.plain
         self._set(states, Stream(layer, "pre"))
-        q, k, v = plain.project(layer, states, keys, self._written_inputs(layer))
         if shortened:
-            q, states = take_rows(q, self.chosen), take_rows(states, self.chosen)
-        if self.whole and not shortened:
-            z = plain.attend_causal(q, k, v)
+            z, states = self._attend_read(layer, states), take_rows(states, self.chosen)
         else:
-            queries = self.read_at if shortened else self.keys
-            clean = None if self.whole else self.deltas.keys_and_values(layer)
-            # A row that is not there may look at position 0; what it gets is never read.
-            z = plain.attend_rows(q, k, v, queries.clamp_min(0), self.keys, clean, self.first)
+            z = self._attend(layer, states)
         if self.written is None or not self.written.acts_in(layer):
             return plain.add_writes(layer, states, z)
         after = states + plain.attention_write(layer, z)
@@ -105,6 +98,32 @@ class Walk:
         if self.view.attn_only:
             return after
         return after + self._mlp_write(layer, states if self.view.parallel else after)
+
+    def _attend(self, layer: int, states: Tensor) -> Tensor:
+        """Z of all changed rows; they see the clean keys and values before them."""
+        plain, keys = self.plain, self.keys.clamp_min(0)
+        q, k, v = plain.project(layer, states, keys, self._written_inputs(layer))
+        if self.whole:
+            return plain.attend_causal(q, k, v)
+        clean = self.deltas.keys_and_values(layer)
+        if self.keys.shape[1] * 4 > self.clean.width:
+            return plain.attend_behind(q, k, v, self.keys, clean)
+        # A row that is not there may look at position 0; what it gets is never read.
+        return plain.attend_rows(q, k, v, keys, self.keys, clean, self.first)
+
+    def _attend_read(self, layer: int, states: Tensor) -> Tensor:
+        """Z of the rows that are read alone."""
+        plain, keys, queries = self.plain, self.keys.clamp_min(0), self.read_at.clamp_min(0)
+        clean = None if self.whole else self.deltas.keys_and_values(layer)
+        if plain.rotary is None and 2 * queries.shape[1] <= keys.shape[1]:
+            normed = plain.normed(layer, states)
+            own = take_rows(normed, self.chosen)
+            return plain.attend_unprojected(
+                layer, own, normed, queries, self.keys, clean, self.first
+            )
+        q, k, v = plain.project(layer, states, keys)
+        q = take_rows(q, self.chosen)
+        return plain.attend_rows(q, k, v, queries, self.keys, clean, self.first)
 
     def _written_inputs(self, layer: int) -> InputWriter | None:
         written = self.written
@@ -133,6 +152,8 @@ class Walk:
         assert self.written is not None
         row, column = self.written.valid.nonzero(as_tuple=True)
         place = self.written.index[row, column] - self.first[row]
+        inside = place >= 0  # what is written before the first changed row is the clean value
+        row, column, place = row[inside], column[inside], place[inside]
         tensor[:, row, place] = self.written.values[site][:, row, column].to(tensor.dtype)
 
 

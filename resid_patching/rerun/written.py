@@ -30,16 +30,25 @@ class Written:
         index: positions [rows, n], -1 where a prompt has none.
         values: new values by site [variant, rows, n, ...]; heads' inputs before any rotation.
         changes: new - clean [variant, rows, n, d_model], for stream states and MLPs.
+        moved: where a variant's values may differ from the clean ones [variant, rows, n]; elsewhere
+            they are exactly those.
     """
 
     index: Tensor
     values: dict[Site, Tensor]
     changes: dict[Site, Tensor]
+    moved: Tensor
 
     @property
     def valid(self) -> Tensor:
         """True where a prompt has the position [rows, n]."""
         return self.index >= 0
+
+    def first_moved(self, lengths: Tensor) -> Tensor:
+        """The first position of each prompt [rows] that differs in any variant; else its last."""
+        moved = self.moved.any(0) & self.valid
+        last = lengths - 1
+        return torch.where(moved, self.index, last[:, None]).amin(1).minimum(last)
 
     def acts_in(self, layer: int) -> bool:
         """Whether anything is written in a layer."""
@@ -48,13 +57,14 @@ class Written:
     def of(self, sites: list[Site]) -> Written:
         """The same with some of its sites alone."""
         changes = {site: self.changes[site] for site in sites if site in self.changes}
-        return Written(self.index, {site: self.values[site] for site in sites}, changes)
+        values = {site: self.values[site] for site in sites}
+        return Written(self.index, values, changes, self.moved)
 
     def part(self, variants: slice) -> Written:
         """Some of the variants."""
         values = {site: value[variants] for site, value in self.values.items()}
         changes = {site: change[variants] for site, change in self.changes.items()}
-        return Written(self.index, values, changes)
+        return Written(self.index, values, changes, self.moved[variants])
 
     def by_stage(self, view: ModelView) -> list[tuple[tuple[int, int], Written]]:
         """Its sites stage by stage; in parallel blocks attention and MLP are one stage."""
@@ -129,7 +139,11 @@ class StageChange:
         if which != "v":
             values = self.plain.rotate(values[..., None, :], written.index.clamp_min(0))
             values = values[..., 0, :]
-        target[:, row, written.index[row, column]] = values[:, row, column].to(target.dtype)
+        place = written.index[row, column]
+        # Values that did not move come from another product than the clean ones: keep these.
+        moved = written.moved[:, row, column, None]
+        new = torch.where(moved, values[:, row, column].to(target.dtype), target[:, row, place])
+        target[:, row, place] = new
 
 
 def _spread(values: Tensor, index: Tensor, width: int) -> Tensor:
