@@ -1,6 +1,7 @@
 """`resid-patching logit-lens` as its users meet it: tables, one position, files, errors."""
 
 import csv
+import html
 import io
 import json
 import os
@@ -382,3 +383,36 @@ def test_help_answers_without_torch():
     assert done.returncode == 0, done.stderr
     assert "no torch" in done.stdout and "--layers-every" in done.stdout
     assert "--validation-tokens" in done.stdout and "logit-lens" in done.stdout
+
+
+# The page
+
+
+def test_the_page_shows_the_numbers_of_the_readout_and_loads_nothing(tmp_path):
+    path = tmp_path / "lens.html"
+    prompt = "When Mary and John went to the store, John gave a drink to"
+    flags = ["--model", "demo", "--prompt", prompt, "--answer", " Mary", "--html", str(path)]
+    assert main(["logit-lens", *flags]) == 0
+    text = path.read_text(encoding="utf-8")
+    assert "<script" not in text and "http:" not in text and "https:" not in text
+    run = rp.capture(rp.load("demo"), prompt)
+    lens = rp.logit_lens(run)
+    assert text.count("<td ") == len(lens.labels) * run.prompts.lengths[0]
+    last = lens.prob(" Mary").sel(layer=lens.labels[-1], batch=0, pos=-1)
+    assert f"&quot; Mary&quot; {float(last):.2%}" in text
+    assert f"rank 0, {float(last):.2%}" in text
+
+
+@pytest.mark.parametrize("prompt", ["<script>alert(1)</script>", "<img src=x onerror=alert(1)>"])
+def test_a_prompt_that_is_markup_is_shown_and_not_run(tmp_path, prompt):
+    path = tmp_path / "lens.html"
+    assert main(["logit-lens", "--model", "demo", "--prompt", prompt, "--html", str(path)]) == 0
+    text = path.read_text(encoding="utf-8")
+    assert "<script" not in text and "<img" not in text
+    assert html.escape(prompt) in text
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_anything_runs(tmp_path, capsys):
+    flags = ["--model", "demo", "--prompt", "a", "--html", str(tmp_path / "no" / "lens.html")]
+    assert main(["logit-lens", *flags]) == 2
+    assert "there is no folder" in capsys.readouterr().err
