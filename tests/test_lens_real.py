@@ -4,6 +4,7 @@ At most 16,384 training tokens; the figures are held-out KL(final || lens), in n
 """
 
 import functools
+import os
 import pydoc_data.topics
 import random
 
@@ -23,6 +24,15 @@ pytestmark = [pytest.mark.real, pytest.mark.slow]
 TOKENS, HELD_OUT, LENGTH = 16_384, 1_024, 128
 STEPS = {"steps": 24, "step_tokens": 256, "step_windows": 4}
 HALF = 15
+
+
+@pytest.fixture(autouse=True)
+def every_core():
+    """The other tests' models are tiny and take one thread; this one is not."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(before)
 
 
 @functools.cache
