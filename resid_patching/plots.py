@@ -163,9 +163,8 @@ class _Grid:
 
 def _grid(result: Result, of: Of) -> _Grid:
     if isinstance(result, Effect):
-        weights = result.weights
         parts = {"total": result.total, "direct": result.direct, "indirect": result.indirect}
-        means = {name: _mean(part, weights) for name, part in parts.items()}
+        means = {name: result.mean(part) for name, part in parts.items()}
         if result.readers:
             return _Grid(result.axis("target"), result.axis("reader"), means[of], means)
         return _by_layer(result.targets, means, of)
@@ -182,13 +181,9 @@ def _grid(result: Result, of: Of) -> _Grid:
     return _Grid(axes[0], axes[1], values.detach().double().cpu(), {})
 
 
-def _mean(values: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Mean over prompts [..., batch] -> [...]; over tokens where the metric is one of tokens."""
-    values = values.detach().double().cpu()
-    if weights is None:
-        return values.mean(-1)
-    share = weights.detach().double().cpu()
-    return (values * share).sum(-1) / share.sum()
+def _mean(values: Tensor) -> Tensor:
+    """Mean over prompts [..., batch] -> [...]."""
+    return values.detach().double().cpu().mean(-1)
 
 
 def _by_layer(labels: Sequence[str], means: Mapping[str, Tensor], shown: str) -> _Grid:

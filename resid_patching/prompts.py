@@ -26,7 +26,7 @@ from resid_patching.errors import (
     PromptError,
     TokenError,
 )
-from resid_patching.models import ModelView
+from resid_patching.models import ModelView, as_view
 
 PromptLike: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 Positions: TypeAlias = int | Sequence[int] | Tensor | None
@@ -221,7 +221,7 @@ def windows(
     Raises:
         PromptError: the text is empty, or a window is longer than the context.
     """
-    view = model if isinstance(model, ModelView) else ModelView(model)
+    view = as_view(model)
     if length > view.n_ctx:
         raise PromptError(
             f"windows of {length} tokens were asked for, but the context of {view.name} is "

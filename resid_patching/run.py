@@ -12,7 +12,7 @@ from torch import Tensor
 
 from resid_patching.address import Address, Stream, hook_name, is_by_position
 from resid_patching.errors import CacheMismatchError
-from resid_patching.models import ModelView, require
+from resid_patching.models import ModelView, as_view, require
 from resid_patching.prompts import PositionIndex, Positions, PromptLike, Prompts, prepare
 
 RowReader = Callable[[Tensor, slice], None]
@@ -207,7 +207,7 @@ def capture(
         TrainingModeError, StreamMismatchError, ReadoutMismatchError: the model cannot be read.
         CacheMismatchError: the cache belongs to other prompts or another model.
     """
-    view = model if isinstance(model, ModelView) else ModelView(model)
+    view = as_view(model)
     ready = prepare(view, prompts, prepend_bos=prepend_bos, mask=mask)
     require(view, "stream", "readout")
     laid_out = None if cache is None else _realign(view, ready, cache, prompts)

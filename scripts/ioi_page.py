@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ioi_report import Section, Table
 
 from resid_patching import plots
-from resid_patching.cli.frame import printable
+from resid_patching.cli.page import escape
+from resid_patching.cli.page import page as html_page
 
 if TYPE_CHECKING:
     from ioi_study import Study
@@ -50,27 +50,13 @@ def page(
     origin = found.to_logits.provenance
     title = f"Indirect objects in {origin.model}"
     figures = _figures(sections)
-    body = [f"<h1>{_escape(title)}</h1>"]
+    body = [f"<h1>{escape(title)}</h1>"]
     if stand_in is not None:
-        body.append(f"<p>{_escape(stand_in)}</p>")
+        body.append(f"<p>{escape(stand_in)}</p>")
     for number, section in enumerate(sections, start=1):
         body.append(_section(number, section, figures[number - 1]))
     body += [_texts(found), _provenance(found, flags)]
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{_escape(title)}</title><style>{_STYLE}</style></head><body>",
-            *body,
-            "</body></html>\n",
-        ]
-    )
-
-
-def _escape(text: object) -> str:
-    return html.escape(printable(str(text)))
+    return html_page(title, body, style=_STYLE, policy=_POLICY)
 
 
 # Pictures
@@ -109,8 +95,8 @@ def _section(number: int, section: Section, figures: list[str]) -> str:
     facts = Table(("", ""), [(name, " ".join(items)) for name, items in section.facts])
     return "\n".join(
         [
-            f"<section><h2>{number}. {_escape(section.title)}</h2>",
-            f'<p>{_escape(section.says)}</p><p class="limits">{_escape(section.limits)}</p>',
+            f"<section><h2>{number}. {escape(section.title)}</h2>",
+            f'<p>{escape(section.says)}</p><p class="limits">{escape(section.limits)}</p>',
             _table(facts, "facts"),
             *(_table(table, "") for table in section.tables),
             *figures,
@@ -121,7 +107,7 @@ def _section(number: int, section: Section, figures: list[str]) -> str:
 
 def _table(table: Table, kind: str) -> str:
     def row(tag: str, cells: Any) -> str:
-        return "<tr>" + "".join(f"<{tag}>{_escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
     head = row("th", table.columns) if any(table.columns) else ""
     rows = "\n".join(row("td", cells) for cells in table.rows)

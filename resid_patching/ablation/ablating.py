@@ -112,9 +112,7 @@ def variants_of(
     where = run.locate(positions)
     fills = Fills(run, source, where, list(sites))
     edits = [Edit(site, where, fills.fill(site)) for site in sites]
-    if joint and (edits or not isinstance(kind, Path)):
-        return [tuple(edits)]
-    return [(edit,) for edit in edits]
+    return [tuple(edits)] if joint else [(edit,) for edit in edits]
 
 
 def measure(run: Run, metric: Any) -> Float[Tensor, " batch"]:

@@ -62,6 +62,14 @@ class Effect(Result):
         """Total - direct: what later layers and the final norm made of the change."""
         return self.total - self.direct
 
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over prompts of [..., batch], over tokens where the metric is one of tokens."""
+        values = values.detach().double().cpu()
+        if self.weights is None:
+            return values.mean(-1)
+        weights = self.weights.detach().double().cpu()
+        return (values * weights).sum(-1) / weights.sum()
+
     @property
     def targets(self) -> tuple[str, ...]:
         """The rows' addresses, as text."""

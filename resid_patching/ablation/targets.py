@@ -9,7 +9,7 @@ from resid_patching.address import Address, Head, HeadNode, Neuron, Stream, pars
 from resid_patching.decomposition import writers_of
 from resid_patching.errors import AddressError
 from resid_patching.models import ModelView
-from resid_patching.paths import as_view
+from resid_patching.paths import view_of
 from resid_patching.rerun import require_site
 
 Targets: TypeAlias = str | Address | Sequence[str | Address]
@@ -17,18 +17,18 @@ Targets: TypeAlias = str | Address | Sequence[str | Address]
 
 def heads(model: Any) -> list[Head]:
     """Every head of a model, in order of layers."""
-    view = as_view(model)
+    view = view_of(model)
     return [Head(layer, h) for layer in range(view.n_layers) for h in range(view.n_heads)]
 
 
 def writers(model: Any) -> list[Address]:
     """Every component that writes to the stream: embeddings, attention layers, MLPs."""
-    return list(writers_of(as_view(model), "component"))
+    return list(writers_of(view_of(model), "component"))
 
 
 def streams(model: Any) -> list[Stream]:
     """Every state of the stream between layers, and in their middle where there is one."""
-    view = as_view(model)
+    view = view_of(model)
     has_mid = not (view.parallel or view.attn_only)
     places = ("pre", "mid") if has_mid else ("pre",)
     found = [Stream(layer, place) for layer in range(view.n_layers) for place in places]
@@ -41,7 +41,7 @@ def neurons(model: Any, layer: int) -> list[Neuron]:
     Raises:
         AddressError: no such layer.
     """
-    view = as_view(model)
+    view = view_of(model)
     if not 0 <= layer < view.n_layers:
         raise AddressError(f"{view.name} has layers 0 to {view.n_layers - 1}, not {layer}")
     return [Neuron(layer, index) for index in range(view.n_neurons(layer))]

@@ -36,22 +36,13 @@ def print_effect(out: Console, effect: Effect, *, top: int, grid: bool) -> None:
 
 
 def _print_baseline(out: Console, effect: Effect) -> None:
-    value = float(mean_over(effect, effect.baseline))
+    value = float(effect.mean(effect.baseline))
     items = [f"{printable(effect.metric)}:", f"{value:+.4f} {effect.unit}"]
     if effect.weights is not None:
         items.append(f"perplexity {_short(float(effect.perplexity['before'].iloc[0]))}")
     if effect.baseline.shape[0] > 1:
         items.append(f"({averaged(effect)})")
     print_line(out, "baseline", *items)
-
-
-def mean_over(effect: Effect, values: Any) -> Any:
-    """Mean over prompts [..., batch] -> [...]; over tokens where the metric is one of tokens."""
-    values = values.detach().double().cpu()
-    if effect.weights is None:
-        return values.mean(-1)
-    weights = effect.weights.double().cpu()
-    return (values * weights).sum(-1) / weights.sum()
 
 
 def averaged(effect: Effect) -> str:
@@ -63,7 +54,7 @@ def averaged(effect: Effect) -> str:
 
 
 def _print_rows(out: Console, effect: Effect, top: int) -> None:
-    sizes = mean_over(effect, effect.total).nan_to_num()
+    sizes = effect.mean(effect.total).nan_to_num()
     order = sizes.abs().sort(descending=True, stable=True).indices.tolist()
     largest = float(sizes.abs().max())
     columns = _columns(effect)
@@ -91,7 +82,7 @@ def unit_text(effect: Effect) -> str:
 
 def _columns(effect: Effect) -> dict[str, list[str]]:
     """The columns of the table, a text for each target."""
-    total, direct = mean_over(effect, effect.total), mean_over(effect, effect.direct)
+    total, direct = effect.mean(effect.total), effect.mean(effect.direct)
     columns = {"total": [signed(value) for value in total]}
     if effect.baseline.shape[0] > 1:
         spread = effect.total.detach().double().cpu().std(1)
@@ -123,7 +114,7 @@ def _short(value: float) -> str:
 
 def _print_grid(out: Console, effect: Effect) -> None:
     """Layer x head of totals."""
-    means = mean_over(effect, effect.grid().values)
+    means = effect.mean(effect.grid().values)
     out.print()
     out.print(f"total effect in {effect.unit}, layer by head")
     print_cells(out, means, [f"{layer:>4}" for layer in range(means.shape[0])], missing="")

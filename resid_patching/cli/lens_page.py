@@ -6,14 +6,15 @@ browser is told to refuse whatever would come from a network.
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from resid_patching.cli.frame import printable, quoted
+from resid_patching.cli.frame import quoted
+from resid_patching.cli.page import escape
+from resid_patching.cli.page import page as html_page
 
 if TYPE_CHECKING:
     from resid_patching.cli.lens_reading import Reading
@@ -47,33 +48,24 @@ def page(readings: Sequence[Reading], prompts: Sequence[str], stand_in: str | No
     """
     origin = readings[0].kl.provenance
     title = f"{' and '.join(reading.name for reading in readings)}, {origin.model}"
-    body = [f"<h1>{_escape(title)}</h1>"]
+    body = [f"<h1>{escape(title)}</h1>"]
     if stand_in is not None:
-        body.append(f"<p>{_escape(stand_in)}</p>")
+        body.append(f"<p>{escape(stand_in)}</p>")
     body.append(
         "<p>In each cell what the model would say next if it stopped there, shaded by its "
         "probability; pointing at a cell shows more. The last row is the model's own output.</p>"
     )
     cells = [_cells(reading) for reading in readings]
     for number, prompt in enumerate(prompts):
-        body.append(f'<p class="prompt">{_escape(prompt)}</p>')
+        body.append(f'<p class="prompt">{escape(prompt)}</p>')
         for reading, found in zip(readings, cells, strict=True):
-            body.append(f"<h2>{_escape(reading.name)}</h2>")
+            body.append(f"<h2>{escape(reading.name)}</h2>")
             body.append(_grid(reading, found, number))
     body += [f'<p class="limits">{_LIMITS[reading.name]}</p>' for reading in readings]
-    about = json.dumps(asdict(origin), indent=1, ensure_ascii=False)
-    body.append(f"<details><summary>Where it comes from</summary><pre>{_escape(about)}</pre>")
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{_escape(title)}</title><style>{_STYLE}</style></head><body>",
-            *body,
-            "</details></body></html>\n",
-        ]
-    )
+    lines = json.dumps(asdict(origin), indent=1, ensure_ascii=False).split("\n")
+    about = "\n".join(map(escape, lines))
+    body.append(f"<details><summary>Where it comes from</summary><pre>{about}</pre></details>")
+    return html_page(title, body, style=_STYLE, policy=_POLICY)
 
 
 def _cells(reading: Reading) -> dict[tuple[str, int, int], list[Any]]:
@@ -87,14 +79,14 @@ def _cells(reading: Reading) -> dict[tuple[str, int, int], list[Any]]:
 
 def _grid(reading: Reading, cells: dict[tuple[str, int, int], list[Any]], prompt: int) -> str:
     tokens = reading.readout.run.prompts.token_texts[prompt]
-    head = "".join(f"<th>{n}<br>{_escape(quoted(text))}</th>" for n, text in enumerate(tokens))
+    head = "".join(f"<th>{n}<br>{escape(quoted(text))}</th>" for n, text in enumerate(tokens))
     lines = [f"<tr><th></th>{head}</tr>"]
     for label in reversed(reading.labels):
         found = [
             _cell(reading, cells.get((label, prompt, position), []), label, prompt, position)
             for position in range(len(tokens))
         ]
-        lines.append(f"<tr><th>{_escape(label)}</th>{''.join(found)}</tr>")
+        lines.append(f"<tr><th>{escape(label)}</th>{''.join(found)}</tr>")
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 
@@ -112,18 +104,13 @@ def _cell(reading: Reading, top: list[Any], label: str, prompt: int, position: i
             said.append(f"{_what(scored, prompt)}: rank {rank:.0f}, {share:.2%}")
     red, green, blue = (round(255 - first.value * (255 - full)) for full in (8, 81, 156))
     ink = "#fff" if first.value > 0.55 else "#222"
+    shown = "&#10;".join(map(escape, said))
     return (
-        f'<td title="{_escape(chr(10).join(said), keep_lines=True)}" '
+        f'<td title="{shown}" '
         f'style="background:rgb({red},{green},{blue});color:{ink}">'
-        f"{_escape(quoted(first.top_token))}<small>{first.value:.1%}</small></td>"
+        f"{escape(quoted(first.top_token))}<small>{first.value:.1%}</small></td>"
     )
 
 
 def _what(scored: Any, prompt: int) -> str:
     return "the final top token" if scored.texts is None else quoted(scored.texts[prompt])
-
-
-def _escape(text: str, *, keep_lines: bool = False) -> str:
-    if keep_lines:
-        return "&#10;".join(html.escape(printable(line)) for line in text.split("\n"))
-    return html.escape(printable(text))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from resid_patching.cli.effects import (
     averaged,
-    mean_over,
     print_cells,
     signed,
     target_text,
@@ -154,7 +153,7 @@ def _print_question(out: Console, found: Found) -> None:
         "freeze": "freeze: MLPs between sender and reader keep their values;",
     }[found.mlps]
     print_line(out, "mlps", mlps, "other heads keep theirs", gap=" ")
-    base = float(mean_over(effect, effect.baseline))
+    base = float(effect.mean(effect.baseline))
     items = [f"{_metric_text(effect)}:", f"base {base:+.4f} {effect.unit}"]
     if found.source is not None:
         source = float(found.source.double().mean())
@@ -192,7 +191,7 @@ def _share(value: Any) -> str:
 
 def _print_senders(out: Console, found: Found, top: int) -> None:
     effect = found.effect
-    total, direct = mean_over(effect, effect.total), mean_over(effect, effect.direct)
+    total, direct = effect.mean(effect.total), effect.mean(effect.direct)
     columns = {"total": [signed(value) for value in total]}
     if effect.baseline.shape[0] > 1:
         spread = effect.total.detach().double().cpu().std(-1)
@@ -204,7 +203,7 @@ def _print_senders(out: Console, found: Found, top: int) -> None:
     if shares is not None:
         columns["recovery"] = [_share(value) for value in shares]
     if found.linearised is not None:
-        columns["linearised"] = [signed(v) for v in mean_over(effect, found.linearised)]
+        columns["linearised"] = [signed(v) for v in effect.mean(found.linearised)]
     order = _by_size(total)
     shown = order[:top] or list(range(len(effect.targets)))[:top]
     table = new_table("sender", *columns, "")
@@ -240,7 +239,7 @@ def _ends_at_logits(effect: Effect) -> bool:
 
 def _print_heads(out: Console, found: Found) -> None:
     """Layer x head of totals of the heads that were swept."""
-    means = mean_over(found.effect, found.effect.grid().values)
+    means = found.effect.mean(found.effect.grid().values)
     out.print()
     out.print(f"total effect in {found.effect.unit}, layer by head{_legend(found, means)}")
     rows = [f"{layer:>4}" for layer in range(means.shape[0])]
@@ -255,9 +254,9 @@ def _legend(found: Found, values: Tensor) -> str:
 def _print_edges(out: Console, found: Found, top: int) -> None:
     """The strongest paths of all."""
     effect = found.effect
-    total, direct = mean_over(effect, effect.total), mean_over(effect, effect.direct)
+    total, direct = effect.mean(effect.total), effect.mean(effect.direct)
     shares = _shares(found)
-    linearised = None if found.linearised is None else mean_over(effect, found.linearised)
+    linearised = None if found.linearised is None else effect.mean(found.linearised)
     order = _by_size(total.flatten())
     names = ["total", "direct", "indirect"]
     names += ["recovery"] * (shares is not None) + ["linearised"] * (linearised is not None)
@@ -278,7 +277,7 @@ def _print_edges(out: Console, found: Found, top: int) -> None:
 def _print_senders_by_readers(out: Console, found: Found, top: int) -> None:
     """Totals of the strongest senders and readers, in the order they were given."""
     effect = found.effect
-    total = mean_over(effect, effect.total)
+    total = effect.mean(effect.total)
     sizes = total.nan_to_num().abs()
     rows = sorted(_with_a_path(sizes.amax(1), total.isnan().all(1), top))
     columns = sorted(_with_a_path(sizes.amax(0), total.isnan().all(0), top))

@@ -47,7 +47,7 @@ from resid_patching.lens.resume import Progress
 from resid_patching.lens.ridge import Solver, Statistics
 from resid_patching.lens.tuned import Site, TunedLens, site_rows
 from resid_patching.lens.unembed import LowUnembedding, Unembedding
-from resid_patching.models import ModelView, require
+from resid_patching.models import ModelView, as_view, require
 
 _PENALTIES = tuple(10.0**power for power in range(-10, 3))
 _FIRST_PENALTY = _PENALTIES.index(1e-6)
@@ -126,7 +126,7 @@ def fit_tuned_lens(
         ValueError: a setting that cannot be.
         StreamMismatchError, ReadoutMismatchError: the model cannot be read.
     """
-    view = model if isinstance(model, ModelView) else ModelView(model)
+    view = as_view(model)
     require(view, "stream", "readout")
     lens = TunedLens.identity(view, site=site)
     plan = Plan(

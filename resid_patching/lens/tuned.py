@@ -45,7 +45,7 @@ from resid_patching.lens.logit import require_middle, require_run
 from resid_patching.lens.readout import LensReadout
 from resid_patching.lens.states import last_state
 from resid_patching.lens.unembed import Unembedding
-from resid_patching.models import ModelView
+from resid_patching.models import ModelView, as_view
 from resid_patching.prompts import Positions
 from resid_patching.result import Axis, Result, provenance
 from resid_patching.run import Run
@@ -95,7 +95,7 @@ class TunedLens(nn.Module):
             ValueError: an unknown site.
             UnsupportedModelError: the model has no such states.
         """
-        view = model if isinstance(model, ModelView) else ModelView(model)
+        view = as_view(model)
         require_site(view, site)
         lens = cls(
             fingerprint(view), site=site, dtype=view.compute_dtype, sketch=readout_sketch(view)
@@ -168,7 +168,7 @@ class TunedLens(nn.Module):
             LensMismatchError: the lens is not of this model.
             AddressError: the lens has no translator for the layer.
         """
-        view = model if isinstance(model, ModelView) else ModelView(model)
+        view = as_view(model)
         require_match(self.fingerprint, view)
         unembedding = Unembedding.of(view)
         moved = self.translate(unembedding.cast(states), layer)
@@ -208,7 +208,7 @@ class TunedLens(nn.Module):
             LensMismatchError: the lens is not of this model.
             AddressError: when called for a row that the lens has no translator for.
         """
-        view = model if isinstance(model, ModelView) else ModelView(model)
+        view = as_view(model)
         require_match(self.fingerprint, view)
         places = ("pre", "mid") if incl_mid else ("pre",)
         stack: list[Stream] = [
@@ -278,7 +278,7 @@ class TunedLens(nn.Module):
             LensMismatchError: the model reads states otherwise: it is another one.
             LensBasisError: the conversion is not exact.
         """
-        view = model if isinstance(model, ModelView) else ModelView(model)
+        view = as_view(model)
         found = fingerprint(view)
         require_same_shape(self.fingerprint, found)
         if not renamed:
@@ -381,7 +381,7 @@ class TunedLens(nn.Module):
         Warns:
             UnverifiedLensWarning: the file cannot prove which model it belongs to.
         """
-        view = model if isinstance(model, ModelView) else ModelView(model)
+        view = as_view(model)
         found = checkpoint.read(folder, view)
         lens = cls(
             found.fingerprint,

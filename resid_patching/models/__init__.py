@@ -9,6 +9,7 @@ from resid_patching.models.view import (
     Norm,
     Processing,
     Reader,
+    as_view,
     compute_dtype,
 )
 
@@ -21,6 +22,7 @@ __all__ = [
     "Processing",
     "Reader",
     "Report",
+    "as_view",
     "compute_dtype",
     "load",
     "report",

@@ -506,6 +506,15 @@ class ModelView:
             handle.remove()
 
 
+def as_view(model: Any) -> ModelView:
+    """The view of a model; a view is returned as it is.
+
+    Raises:
+        TypeError: the object is no hooked transformer.
+    """
+    return model if isinstance(model, ModelView) else ModelView(model)
+
+
 class _Enough(Exception):
     """Ends a forward pass whose logits nobody reads."""
 

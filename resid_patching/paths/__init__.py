@@ -4,19 +4,19 @@ from resid_patching.paths.closed import MLPs
 from resid_patching.paths.patching import Patched, patch_paths
 from resid_patching.paths.readers import (
     Readers,
-    as_view,
     inputs,
     reader_set,
     readers,
     require_readers,
     require_senders,
+    view_of,
 )
 
 __all__ = [
     "MLPs",
     "Patched",
     "Readers",
-    "as_view",
+    "view_of",
     "inputs",
     "patch_paths",
     "reader_set",

@@ -27,14 +27,12 @@ from torch import Tensor
 
 from resid_patching.address import (
     MLP,
-    Embed,
     Head,
     HeadInput,
     Logits,
     MLPBias,
     MLPIn,
     Neuron,
-    PosEmbed,
     Reader,
     Stream,
     write_stage,
@@ -154,10 +152,8 @@ class Stack:
 
     def _change(self, edit: Edit) -> Tensor:
         """New - old write [rows, n, d_model] of a writer whose value is its write."""
-        new = self._new(edit)
-        if not isinstance(edit.site, Embed | PosEmbed):  # an embedding's fill is a change
-            new = new - self.chunk.deltas.old(edit, self.index)
-        return new.to(self.D) * self.valid
+        change = self._new(edit) - self.chunk.deltas.old(edit, self.index)
+        return change.to(self.D) * self.valid
 
     def _new(self, edit: Edit) -> Tensor:
         return edit.fill(self.chunk.rows, self.index).to(self.D.device)

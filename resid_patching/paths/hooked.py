@@ -15,12 +15,10 @@ from torch import Tensor
 from resid_patching.address import (
     MLP,
     Attn,
-    Embed,
     Head,
     HeadInput,
     MLPIn,
     Neuron,
-    PosEmbed,
     Reader,
     Stream,
     hook_name,
@@ -131,13 +129,8 @@ def moved_rows(chunk: Chunk, index: Tensor, senders: Sequence[Variant]) -> Tenso
     found = torch.zeros(len(senders), *index.shape, dtype=torch.bool, device=index.device)
     for number, sender in enumerate(senders):
         for edit in sender:
-            new = edit.fill(chunk.rows, index).to(index.device)
-            old = chunk.deltas.old(edit, index)
-            if isinstance(edit.site, Embed | PosEmbed):
-                old = torch.zeros((), device=index.device)
-            differs = new != old
-            found[number] |= differs.any(-1) if differs.ndim > index.ndim else differs
-    return found & (index >= 0)
+            found[number] |= chunk.deltas.moved(edit)
+    return found
 
 
 def names_to_keep(view: ModelView) -> set[str]:

@@ -228,7 +228,8 @@ class _Closed(_Work):
         view, size = self.view, self.view.compute_dtype.itemsize
         d_mlp = 0 if view.attn_only else view.n_neurons(0)
         rows = self.index.numel()
-        held = sum(view.d_model if not isinstance(r, HeadInput) else 64 for r in self.ends.all)
+        d_head = view.W_O(0).shape[1]
+        held = sum(d_head if isinstance(r, HeadInput) else view.d_model for r in self.ends.all)
         per_sender = rows * size * (4 * view.d_model + 3 * d_mlp + held)
         return max(1, min(CARRIED_ROWS // rows, self.chunk.max_bytes // (2 * per_sender)))
 

@@ -39,7 +39,7 @@ from resid_patching.address import (
     write_stage,
 )
 from resid_patching.errors import AddressError, PathWarning
-from resid_patching.models import ModelView
+from resid_patching.models import ModelView, as_view
 from resid_patching.rerun import Site, Variant, require_site
 
 ReaderSet: TypeAlias = tuple[Reader, ...]
@@ -118,7 +118,7 @@ def inputs(model: Any, which: Literal["q", "k", "v", "mlp"]) -> list[HeadInput] 
     Raises:
         ValueError: another kind.
     """
-    view = as_view(model)
+    view = view_of(model)
     if which not in ("q", "k", "v", "mlp"):
         raise ValueError(f"which is 'q', 'k', 'v' or 'mlp', got {which!r}")
     layers = range(view.n_layers)
@@ -128,10 +128,9 @@ def inputs(model: Any, which: Literal["q", "k", "v", "mlp"]) -> list[HeadInput] 
     return [HeadInput(layer, head, which) for layer in layers for head in range(n_heads)]
 
 
-def as_view(model: Any) -> ModelView:
-    """The view of a model, of a run, or itself."""
-    view = getattr(model, "view", model)
-    return view if isinstance(view, ModelView) else ModelView(view)
+def view_of(model: Any) -> ModelView:
+    """The view of a model or of a run."""
+    return as_view(getattr(model, "view", model))
 
 
 def require_readers(view: ModelView, ends: Readers) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resid_patching.errors import PromptError
-from resid_patching.models import ModelView
+from resid_patching.models import ModelView, as_view
 from resid_patching.prompt_sets.pairs import PromptPairs, differences
 from resid_patching.prompts import prepare, single_token, token_ids
 
@@ -97,7 +97,7 @@ def indirect_object_prompts(
         )
     _require_whole("n, the number of pairs,", n, 1)
     _require_whole("seed", seed, None)
-    view = model if isinstance(model, ModelView) else ModelView(model)
+    view = as_view(model)
     words = _known_words(view, 5 if corrupt == "names" else 2)
     rows = _draw(random.Random(seed), words, n)
     base = tuple(row.text(row.slots) for row in rows)

@@ -69,11 +69,14 @@ class Deltas:
         """Which prompts [rows] have any new value that differs from the clean one."""
         found = torch.zeros(len(self.clean), dtype=torch.bool, device=self.view.device)
         for edit in variant:
-            index, valid, new = self._new(edit)
-            old = self.old(edit, index)
-            differs = (new != old).flatten(2).any(2) if new.ndim > 2 else new != old
-            found |= (differs & valid).any(1)
+            found |= self.moved(edit).any(1)
         return found
+
+    def moved(self, edit: Edit) -> Tensor:
+        """Where an edit's new value differs from the clean one [rows, n]."""
+        index, valid, new = self._new(edit)
+        differs = new != self.old(edit, index)
+        return (differs.flatten(2).any(2) if new.ndim > 2 else differs) & valid
 
     def _new(self, edit: Edit) -> tuple[Tensor, Tensor, Tensor]:
         index = edit.positions.index[self.clean.rows].to(self.view.device)

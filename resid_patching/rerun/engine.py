@@ -25,6 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from resid_patching.models import Memory, ModelView
+from resid_patching.prompts import take
 from resid_patching.rerun.clean import Clean, hooks_to_keep
 from resid_patching.rerun.deltas import Deltas
 from resid_patching.rerun.edits import Variant, require_acting, stage
@@ -166,7 +167,7 @@ class Chunk:
             self.replays = means.checks.replay(self.clean)
         self.deltas = Deltas(self.clean, self.plain, self.replays)
         self.read_at = reading.positions.index[rows].to(self.view.device)
-        self.clean_rows = take_rows(self.clean.final, self.read_at)
+        self.clean_rows = take(self.clean.final, self.read_at)
         self.scores = Scores(self.view, reading, rows, self.clean_rows, run.max_bytes)
         self.score = self.scores.of_states
         self.baseline = self._baseline()
@@ -317,7 +318,7 @@ class Chunk:
         )
         delta = change.at(start, walk.keys)
         place = self._place_behind(key[1])
-        states = take_rows(self.clean.after(key[0], place), walk.keys)
+        states = take(self.clean.after(key[0], place), walk.keys)
         final = walk.run(key[0], place, states + delta)
         frozen = take_rows(delta, walk.chosen)
         for (_, stage_place), part in later:

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from resid_patching.models import ModelView
-from resid_patching.prompts import PositionIndex
+from resid_patching.prompts import PositionIndex, take
 from resid_patching.rerun.walk import take_rows
 
 Evaluate = Callable[[Tensor, slice, Tensor | None], Tensor]
@@ -85,7 +85,7 @@ class Scores:
             taken = taken.gather(-1, index)
         if not self.reading.needs_clean:
             return self.reading.evaluate(taken, self.rows, None)
-        beside = take_rows(clean, read_at).to(self.view.compute_dtype)
+        beside = take(clean, read_at).to(self.view.compute_dtype)
         return self.reading.evaluate(taken, self.rows, beside)
 
     def _pieces(self, shape: torch.Size) -> Iterator[tuple[slice, slice]]:

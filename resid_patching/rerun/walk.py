@@ -158,12 +158,7 @@ class Walk:
 
 
 def take_rows(states: Tensor, index: Tensor) -> Tensor:
-    """[..., rows, pos, *] at [rows, n] -> [..., rows, n, *]; -1 is read as 0.
-
-    The leading axis of variants is optional, told by the number of dimensions.
-    """
+    """[variant, rows, pos, *] at [rows, n] -> [variant, rows, n, *]; -1 is read as 0."""
     index = index.to(states.device).clamp_min(0)
     row = torch.arange(index.shape[0], device=index.device)[:, None]
-    if states.ndim > 3:
-        return states[:, row, index]
-    return states[row, index]
+    return states[:, row, index]
