@@ -107,6 +107,14 @@ class Prompts:
         found = [self._resolve(row, position) for row, position in enumerate(wanted)]
         return PositionIndex(torch.tensor(found, device=self.tokens.device)[:, None])
 
+    def each_position(self) -> list[PositionIndex]:
+        """Every position in turn, up to the longest prompt's last."""
+        lengths = torch.tensor(self.lengths, device=self.tokens.device)[:, None]
+        return [
+            PositionIndex(torch.where(lengths > place, place, -1))
+            for place in range(max(self.lengths))
+        ]
+
     def _one_per_row(self, positions: int | Sequence[int] | Tensor) -> list[int]:
         if isinstance(positions, Tensor):
             positions = positions.tolist()

@@ -613,6 +613,53 @@ def test_a_position_that_a_prompt_lacks_is_named(toy):
             rp.ablate(run, "1.2", rp.Zero(), metric=DIFF, positions=positions)
 
 
+@toys
+@pytest.mark.parametrize("joint", (False, True))
+def test_each_position_in_turn_is_that_position_alone(toy, joint):
+    run = rp.capture(toy.model, zoo.RAGGED)
+    sites = joint_targets(toy)[1] if joint else targets(toy)
+    options = {"metric": DIFF, "joint": joint}
+    effect = rp.ablate(run, sites, rp.Zero(), positions="each", **options)
+    assert [axis.name for axis in effect.axes] == ["target", "position", "batch"]
+    assert effect.positions == "each position in turn"
+    for place in range(max(map(len, zoo.RAGGED))):
+        rows = [row for row, tokens in enumerate(zoo.RAGGED) if place < len(tokens)]
+        single = rp.capture(toy.model, [zoo.RAGGED[row] for row in rows])
+        alone = rp.ablate(single, sites, rp.Zero(), positions=place, **options)
+        column = effect.position(place)
+        assert column.positions == alone.positions
+        for name in ("total", "direct", "patched"):
+            found = getattr(column, name)
+            assert_close(found[:, rows], getattr(alone, name))
+            others = [row for row in range(len(zoo.RAGGED)) if row not in rows]
+            assert found[:, others].isnan().all()
+
+
+def test_a_sweep_over_positions_survives_json_and_names_its_columns():
+    run = rp.capture(PLAIN.model, ROWS)
+    how = rp.Resample(rp.capture(PLAIN.model, OTHERS))
+    effect = rp.ablate(run, ["resid_pre.1", "mlp.0"], how, metric=DIFF, positions="each")
+    again = rp.Effect.from_json(effect.to_json())
+    assert torch.equal(again.total, effect.total) and again.columns == effect.columns
+    n_positions = len(ROWS[0])
+    frame = effect.summary(seed=0)
+    assert frame["position"].tolist() == [*range(n_positions)] * 2
+    assert frame["total"].tolist() == pytest.approx(effect.total.mean(-1).flatten().tolist())
+    assert len(effect.to_frame()) == effect.total.numel()
+    assert effect.recovery(rp.measure(how.source, DIFF)).shape == (2, n_positions)
+    with pytest.raises(ValueError, match="choose one position first"):
+        effect.grid()
+
+
+def test_a_path_or_another_word_for_positions_is_refused():
+    run = rp.capture(PLAIN.model, ROWS)
+    how = rp.Path(to="logits", using=rp.Zero(), mlps="freeze")
+    with pytest.raises(AblationError, match="once for each position"):
+        rp.ablate(run, "1.2", how, metric=DIFF, positions="each")
+    with pytest.raises(PositionError, match="'end'"):
+        rp.ablate(run, "1.2", rp.Zero(), metric=DIFF, positions="end")
+
+
 @backends
 def test_a_pattern_has_no_mean_over_positions(toy):
     how = rp.Mean(runs(toy, "others")[0], over=("batch", "pos"))

@@ -26,9 +26,9 @@ Scrubbing", on resampling; McGrath et al. 2023 (arXiv 2307.15771) on later layer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -37,10 +37,11 @@ from resid_patching.ablation.fills import Fills
 from resid_patching.ablation.kinds import Kind, Path, count_prompts, require_kind
 from resid_patching.ablation.targets import Targets, find_sites
 from resid_patching.address import Address
+from resid_patching.errors import AblationError, PositionError
 from resid_patching.metrics import Metric, as_metric
 from resid_patching.models import require
 from resid_patching.paths import patch_paths, require_readers, require_senders
-from resid_patching.prompts import Positions
+from resid_patching.prompts import PositionIndex, Positions
 from resid_patching.rerun import Edit, Route, Variant, rerun
 from resid_patching.result import Axis, provenance
 from resid_patching.run import Run
@@ -52,7 +53,7 @@ def ablate(
     how: Any = None,
     *,
     metric: Any,
-    positions: Positions = None,
+    positions: Positions | str = None,
     joint: bool = False,
     routes: Sequence[Route] = ("plain", "replay", "full"),
     progress: Callable[[int], None] | None = None,
@@ -65,15 +66,17 @@ def ablate(
             pattern (k and v by key-value head). Paths start at writers alone.
         how: `Zero()`, `Mean(...)`, `Resample(...)` or `Path(...)`. There is no default.
         metric: `rp.logit_diff(...)` or another of `metrics`, or a function of logits.
-        positions: where the targets are replaced: None for all, one position of every prompt, or
-            one for each prompt. For a pattern these are the rows that attend.
+        positions: where the targets are replaced: None for all together, one position of every
+            prompt, one for each prompt, or "each" for every position in turn. For a pattern these
+            are the rows that attend.
         joint: replace all targets together, in one row; else one at a time, one row each.
         routes: how the engine may run the variants; all give the same numbers.
         progress: called with the number of variants just done, for each group of prompts.
 
     Returns:
-        An `Effect` [target, batch] whose text names the kind; of a `Path` to `rp.readers(...)`
-        an `Effect` [target, reader, batch], NaN where no write reaches a reader.
+        An `Effect` [target, batch] whose text names the kind. Of a `Path` to `rp.readers(...)` it
+        is [target, reader, batch], NaN where no write reaches a reader; at each position in turn
+        [target, position, batch], NaN where a prompt has no such position.
 
     Raises:
         AblationError: the kind is missing, a text, a class, or lacks what it needs.
@@ -83,36 +86,86 @@ def ablate(
     """
     kind = require_kind(how)
     sites = find_sites(run.view, targets)
+    each = isinstance(positions, str)
+    if each:
+        _require_each(positions, kind)
     if isinstance(kind, Path):
         require_senders(sites, joint=joint)
         require_readers(run.view, kind.ends)
     chosen = as_metric(metric)
     require(run.view, "stream", "readout")
     reading = chosen.bind(run)
-    variants = variants_of(run, sites, kind, positions, joint=joint)
+    places = run.prompts.each_position() if each else [run.locate(positions)]
+    variants = variants_of(run, sites, kind, places, joint=joint)
     labels = (" + ".join(map(str, sites)) or "nothing",) if joint else tuple(map(str, sites))
     axes = [Axis("target", labels), Axis("batch", tuple(range(len(run))))]
     options: dict[str, Any] = {"routes": routes, "progress": progress}
     if isinstance(kind, Path):
         found: Any = patch_paths(run, variants, kind.ends, reading, mlps=kind.mlps, **options)
-        if kind.is_sweep:
-            axes.insert(1, Axis("reader", kind.ends.labels))
-        else:
-            found = replace(found, patched=found.patched[:, 0], direct=found.direct[:, 0])
     else:
         found = rerun(run, variants, reading, **options)
-    return _effect(run, kind, chosen, positions, joint, tuple(axes), found)
+    patched, direct = found.patched, found.direct
+    if each:
+        axes.insert(1, Axis("position", tuple(range(len(places)))))
+        patched, direct = _by_place(patched, places), _by_place(direct, places)
+    elif isinstance(kind, Path) and kind.is_sweep:
+        axes.insert(1, Axis("reader", kind.ends.labels))
+    elif isinstance(kind, Path):
+        patched, direct = patched[:, 0], direct[:, 0]
+    where = _positions_text(positions)
+    weights = getattr(chosen, "weights", None)
+    return Effect(
+        values=patched - found.baseline,
+        axes=tuple(axes),
+        unit=chosen.unit,
+        provenance=provenance(run.view, run.prompts, _plan(run, kind, chosen, where, joint)),
+        how=str(kind),
+        metric=str(chosen),
+        joint=joint,
+        positions=where,
+        baseline=found.baseline,
+        patched=patched,
+        direct=direct - found.baseline,
+        weights=None if weights is None else weights(run),
+        routes=found.routes,
+    )
+
+
+def _require_each(positions: str, kind: Kind) -> None:
+    if positions != "each":
+        raise PositionError(
+            f"positions are whole numbers, None for all, or 'each'; got {positions!r}"
+        )
+    if isinstance(kind, Path):
+        raise AblationError(
+            "a path is sent from one set of positions at a time; call ablate once for each "
+            "position instead of positions='each'"
+        )
+
+
+def _by_place(values: Tensor, places: Sequence[PositionIndex]) -> Tensor:
+    """[target * place, batch] -> [target, place, batch], NaN where a prompt has no such place."""
+    has = torch.stack([place.valid.any(1) for place in places]).to(values.device)
+    return values.unflatten(0, (-1, len(places))).masked_fill(~has, torch.nan)
 
 
 def variants_of(
-    run: Run, sites: Sequence[Address], kind: Kind, positions: Positions, *, joint: bool
+    run: Run,
+    sites: Sequence[Address],
+    kind: Kind,
+    places: Sequence[PositionIndex],
+    *,
+    joint: bool,
 ) -> list[Variant]:
-    """The edits of each row of an ablation; for a path, those of its senders."""
-    source = kind.using if isinstance(kind, Path) else kind
-    where = run.locate(positions)
-    fills = Fills(run, source, where, list(sites))
-    edits = [Edit(site, where, fills.fill(site)) for site in sites]
-    return [tuple(edits)] if joint else [(edit,) for edit in edits]
+    """The edits of each row of an ablation, place by place; for a path, those of its senders."""
+    fills = Fills(run, kind.using if isinstance(kind, Path) else kind, list(sites))
+    new = {site: fills.fill(site) for site in sites}
+    groups = [sites] if joint else [[site] for site in sites]
+    return [
+        tuple(Edit(site, place, new[site]) for site in group)
+        for group in groups
+        for place in places
+    ]
 
 
 def measure(run: Run, metric: Any) -> Float[Tensor, " batch"]:
@@ -126,41 +179,17 @@ def measure(run: Run, metric: Any) -> Float[Tensor, " batch"]:
     return rerun(run, [], as_metric(metric).bind(run)).baseline
 
 
-def _effect(
-    run: Run,
-    kind: Kind,
-    metric: Metric,
-    positions: Positions,
-    joint: bool,
-    axes: tuple[Axis, ...],
-    found: Any,
-) -> Effect:
-    where = _positions_text(positions)
+def _plan(run: Run, kind: Kind, metric: Metric, where: str, joint: bool) -> str:
     together = " (joint)" if joint else ""
     if isinstance(kind, Path):
         base = f"base of {count_prompts(run)}"
-        plan = f"{kind}{together}, sent from {where}, {base}, effect on {metric}"
-    else:
-        plan = f"{kind} ablation{together} at {where}, effect on {metric}"
-    weights = getattr(metric, "weights", None)
-    return Effect(
-        values=found.patched - found.baseline,
-        axes=axes,
-        unit=metric.unit,
-        provenance=provenance(run.view, run.prompts, plan),
-        how=str(kind),
-        metric=str(metric),
-        joint=joint,
-        positions=where,
-        baseline=found.baseline,
-        patched=found.patched,
-        direct=found.direct - found.baseline,
-        weights=None if weights is None else weights(run),
-        routes=found.routes,
-    )
+        return f"{kind}{together}, sent from {where}, {base}, effect on {metric}"
+    return f"{kind} ablation{together} at {where}, effect on {metric}"
 
 
-def _positions_text(positions: Positions) -> str:
+def _positions_text(positions: Positions | str) -> str:
     if positions is None:
         return "all positions"
+    if isinstance(positions, str):
+        return "each position in turn"
     return f"position {positions}" if isinstance(positions, int) else "one position a prompt"

@@ -25,7 +25,8 @@ class Effect(Result):
     """What replacing targets did to a metric: values [target, batch] are the total effects.
 
     Of a path to several readers side by side they are [target, reader, batch], NaN where no write
-    of a target reaches a reader.
+    of a target reaches a reader; at each position in turn [target, position, batch], NaN where a
+    prompt has no such position.
 
     Attributes:
         how: the kind of ablation, in words.
@@ -47,18 +48,18 @@ class Effect(Result):
     joint: bool
     positions: str
     baseline: Float[Tensor, " batch"]
-    patched: Float[Tensor, "target *reader batch"]
-    direct: Float[Tensor, "target *reader batch"]
+    patched: Float[Tensor, "target *column batch"]
+    direct: Float[Tensor, "target *column batch"]
     weights: Tensor | None
     routes: tuple[str, ...]
 
     @property
-    def total(self) -> Float[Tensor, "target *reader batch"]:
+    def total(self) -> Float[Tensor, "target *column batch"]:
         """Patched - baseline: what the whole model did without the target's own value."""
         return self.values
 
     @property
-    def indirect(self) -> Float[Tensor, "target *reader batch"]:
+    def indirect(self) -> Float[Tensor, "target *column batch"]:
         """Total - direct: what later layers and the final norm made of the change."""
         return self.total - self.direct
 
@@ -76,10 +77,16 @@ class Effect(Result):
         return tuple(map(str, self.axis("target").labels))
 
     @property
+    def columns(self) -> Axis | None:
+        """The axis between target and batch: readers side by side, or positions in turn."""
+        return self.axes[1] if len(self.axes) == 3 else None
+
+    @property
     def readers(self) -> tuple[str, ...]:
         """The columns of a path to several readers side by side; else none."""
-        names = [axis.name for axis in self.axes]
-        return tuple(map(str, self.axis("reader").labels)) if "reader" in names else ()
+        columns = self.columns
+        is_readers = columns is not None and columns.name == "reader"
+        return tuple(map(str, columns.labels)) if is_readers else ()
 
     def reader(self, label: Any) -> Effect:
         """One column of a path to several readers side by side.
@@ -87,8 +94,21 @@ class Effect(Result):
         Raises:
             KeyError: there is no such reader.
         """
-        place = self.axis("reader").index(label)
-        axes = tuple(axis for axis in self.axes if axis.name != "reader")
+        return self._column("reader", label)
+
+    def position(self, place: int) -> Effect:
+        """One column of targets replaced at each position in turn.
+
+        Raises:
+            KeyError: there is no such position.
+        """
+        return dataclasses.replace(
+            self._column("position", place), positions=f"position {int(place)}"
+        )
+
+    def _column(self, name: str, label: Any) -> Effect:
+        place = self.axis(name).index(label)
+        axes = tuple(axis for axis in self.axes if axis.name != name)
         return dataclasses.replace(
             self,
             values=self.values[:, place],
@@ -104,7 +124,8 @@ class Effect(Result):
             source: the same metric in the source run [batch], from `rp.measure(source, metric)`.
 
         Returns:
-            [target] or [target, reader]; 1 where the target alone makes the base as the source.
+            [target], [target, reader] or [target, position]; 1 where the target alone makes the
+            base as the source.
 
         Warns:
             SmallDenominatorWarning: base and source are close, so shares mean little.
@@ -122,7 +143,7 @@ class Effect(Result):
         return self.total.mean(-1) / gap
 
     def to_frame(self) -> pandas.DataFrame:
-        """Long form: target, (reader,) batch, baseline, patched, direct, indirect, value."""
+        """Long form: target, (column,) batch, baseline, patched, direct, indirect, value."""
         frame = super().to_frame()
 
         def flat(tensor: Tensor) -> Any:
@@ -147,8 +168,8 @@ class Effect(Result):
             draws: number of resamples.
 
         Returns:
-            A data frame: target, (reader,) n, total, se, low, high, direct, indirect. With one
-            prompt the spread is undefined, and NaN.
+            A data frame: target, (reader or position,) n, total, se, low, high, direct, indirect.
+            With one prompt the spread is undefined, and NaN.
         """
         import pandas
 
@@ -169,23 +190,29 @@ class Effect(Result):
         def mean(values: Tensor) -> Any:
             return values.detach().cpu().double().mean(-1).flatten().numpy()
 
-        rows = list(itertools.product(self.targets, self.readers or ("",)))
+        between = self.columns
+        labels = ("",) if between is None else between.labels
+        rows = list(itertools.product(self.targets, labels))
         columns: dict[str, Any] = {"target": [target for target, _ in rows]}
-        if self.readers:
-            columns["reader"] = [reader for _, reader in rows]
+        if between is not None:
+            columns[between.name] = [label for _, label in rows]
         columns |= {"n": n, "total": mean(self.total), "se": se.numpy()}
         columns |= {"low": low.numpy(), "high": high.numpy()}
         columns |= {"direct": mean(self.direct), "indirect": mean(self.indirect)}
         return pandas.DataFrame(columns)
 
+    def _require_one_column(self, wanted: str) -> None:
+        if self.columns is not None:
+            name = self.columns.name
+            raise ValueError(f"choose one {name} first: effect.{name}(...).{wanted}")
+
     def grid(self, of: Literal["total", "direct", "indirect"] = "total") -> Result:
         """Heads as layer × head × batch; NaN where a head was no target.
 
         Raises:
-            ValueError: no target is a head, or there are several readers.
+            ValueError: no target is a head, or there are several readers or positions.
         """
-        if self.readers:
-            raise ValueError("choose one of the readers first: effect.reader(label).grid()")
+        self._require_one_column("grid()")
         heads = {i: a for i, t in enumerate(self.targets) if isinstance(a := parse(t), Head)}
         if not heads:
             raise ValueError(f"a grid is of heads; the targets are {', '.join(self.targets[:4])}")
@@ -207,12 +234,11 @@ class Effect(Result):
         """Perplexity before, after and their ratio, over all tokens of all prompts.
 
         Raises:
-            ValueError: the metric is not the loss, or there are several readers.
+            ValueError: the metric is not the loss, or there are several readers or positions.
         """
         import pandas
 
-        if self.readers:
-            raise ValueError("choose one of the readers first: effect.reader(label).perplexity")
+        self._require_one_column("perplexity")
         if self.weights is None:
             raise ValueError(f"perplexity is of metric=rp.loss(); this metric is {self.metric}")
         share = self.weights.double() / self.weights.double().sum()

@@ -24,7 +24,7 @@ from resid_patching.address import (
 )
 from resid_patching.errors import AblationError, PromptError
 from resid_patching.models import ModelView
-from resid_patching.prompts import PositionIndex, take
+from resid_patching.prompts import take
 from resid_patching.rerun import Fill, clean_hook, site_value
 from resid_patching.run import Run
 
@@ -32,8 +32,8 @@ from resid_patching.run import Run
 class Fills:
     """The new values of every site under one kind."""
 
-    def __init__(self, run: Run, kind: Source, where: PositionIndex, sites: list[Address]) -> None:
-        self.run, self.kind, self.where = run, kind, where
+    def __init__(self, run: Run, kind: Source, sites: list[Address]) -> None:
+        self.run, self.kind = run, kind
         self.partner: Tensor | None = None
         self.means: dict[Address, Tensor] = {}
         if isinstance(kind, Mean):

@@ -70,7 +70,7 @@ def linearised_paths(
         raise refusal(f"linearised_paths was given {how!r}, which is no Path")
     exact = ablate(run, targets, how, metric=metric, positions=positions, joint=joint)
     sites = find_sites(run.view, targets)
-    senders = variants_of(run, sites, how, positions, joint=joint)
+    senders = variants_of(run, sites, how, [run.locate(positions)], joint=joint)
     reading = as_metric(metric).bind(run)
     found = patch_paths(run, senders, how.ends, reading, mlps=how.mlps, frozen_norms=True)
     patched = found.patched if how.is_sweep else found.patched[:, 0]
