@@ -172,9 +172,12 @@ def direct_logit_attribution(
         raise TokenError(f"prompt {same[0]}: answer and foil are the same token {answers[same[0]]}")
 
     score = _Score(view, answers, foils, run.locate(positions))
-    values, states = parts.sweep(
-        score.folded, score.which, positions, logits=score.read, raw_logits=score.read_raw
-    )
+    if run.cache is None or view.user_hooks():
+        readers: dict[str, RowReader] = {"logits": score.read, "raw_logits": score.read_raw}
+    else:  # against one pass of the model itself, made once for all analyses of the cache
+        readers = {}
+        score.read_final(run.own_final)
+    values, states = parts.sweep(score.folded, score.which, positions, **readers)
     sigma = view.final_norm.scale(states)
     rows = torch.cat([values / sigma, score.constants(sigma)])
     model_value, capped = score.values()
@@ -276,8 +279,25 @@ class _Score:
 
         return keep
 
+    def read_final(self, final: Tensor) -> None:
+        """Keeps the differences of the last stream states [batch, pos, d_model], read by us."""
+        view = self.view
+        for row in range(len(final)):
+            rows = slice(row, row + 1)
+            states = self.positions.take(final[rows], rows).to(view.device, view.compute_dtype)
+            if view.softcap is None:
+                which = self.which[row]
+                value = view.final_norm(states) @ self.direction[which] + self.bias[which]
+                self._raw.append(value)
+                self._capped.append(value)
+                continue
+            logits = view.readout(states)
+            self._raw.append(self._difference(logits, rows))
+            capped = view.softcap * (logits / view.softcap).tanh()
+            self._capped.append(self._difference(capped, rows))
+
     def _difference(self, logits: Tensor, rows: slice) -> Tensor:
-        taken = self.positions.take(logits, rows).to(self.view.device, self.view.compute_dtype)
+        taken = logits.to(self.view.device, self.view.compute_dtype)
         answer = self.answers[rows]
         value = _column(taken, answer)
         other = taken.mean(-1) if self.foils is None else _column(taken, self.foils[rows])

@@ -123,7 +123,7 @@ class Parts:
             which: the direction of each row of the batch.
             positions: one for all rows, one for each row, or None for all.
             vectors: keep whole writes instead (`directions` is then the identity).
-            logits: called with the model's logits, see `Run.sweep`.
+            logits: called with the model's logits at these positions, see `Run.sweep`.
             raw_logits: the same before any output softcap.
 
         Returns:
@@ -132,7 +132,12 @@ class Parts:
         """
         with torch.no_grad():  # weights require gradients; results hold no graph
             projector = _Projector(self, directions, which, positions, vectors)
-            self.run.sweep(projector.readers(), logits=logits, raw_logits=raw_logits)
+            self.run.sweep(
+                projector.readers(),
+                logits=logits,
+                raw_logits=raw_logits,
+                at=projector.positions,
+            )
             return projector.finish()
 
 

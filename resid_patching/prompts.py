@@ -26,7 +26,7 @@ from resid_patching.errors import (
     PromptError,
     TokenError,
 )
-from resid_patching.models import ModelView, as_view
+from resid_patching.models import ModelView, as_view, take
 
 PromptLike: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 Positions: TypeAlias = int | Sequence[int] | Tensor | None
@@ -161,12 +161,6 @@ class PositionIndex:
         if activation.shape[0] == 1 and index.shape[0] > 1:
             activation = activation.expand(index.shape[0], *activation.shape[1:])
         return take(activation, index)
-
-
-def take(values: Tensor, index: Int[Tensor, "rows n"]) -> Tensor:
-    """[rows, pos, ...] at positions [rows, n] -> [rows, n, ...]; a negative one reads the first."""
-    index = index.to(values.device).clamp(0, values.shape[1] - 1)
-    return values[torch.arange(index.shape[0], device=index.device)[:, None], index]
 
 
 def prepare(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -46,6 +46,7 @@ class Run:
     max_bytes: int = DEFAULT_MAX_BYTES
     cache: Mapping[str, Tensor] | None = None
     _kept: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _own_final: Tensor | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         return f"Run({self.view.name}, {self.view.kind}, {self.prompts!r})"
@@ -59,6 +60,7 @@ class Run:
         *,
         logits: RowReader | None = None,
         raw_logits: RowReader | None = None,
+        at: PositionIndex | None = None,
     ) -> None:
         """Runs the prompts in chunks and hands each reader its activation as it appears.
 
@@ -67,8 +69,9 @@ class Run:
 
         Args:
             readers: hook name -> called with ([rows, pos, ...], rows).
-            logits: called with the model's logits [rows, pos, d_vocab].
+            logits: called with the model's logits [rows, n, d_vocab].
             raw_logits: the same before any output softcap.
+            at: the positions of the logits; None for all.
 
         Raises:
             CacheMismatchError: the caller's cache lacks a hook that is needed.
@@ -86,7 +89,8 @@ class Run:
                 self.view.forward_blocks(tokens, bound)
                 continue
             raw = None if raw_logits is None else _bind(raw_logits, rows)
-            output = self.view.forward(tokens, bound, logits=raw)
+            index = None if at is None else at.index[rows]
+            output = self.view.forward(tokens, bound, logits=raw, at=index)
             if logits is not None:
                 logits(output, rows)
 
@@ -118,6 +122,16 @@ class Run:
             self.sweep({name: keeper(name) for name in names})
         for name in names:
             self._kept[name] = self._lay_out(parts[name], is_by_position(name))
+
+    @property
+    def own_final(self) -> Float[Tensor, "batch pos d_model"]:
+        """The last stream state of the model's own pass, whatever the caller's cache holds."""
+        if self._own_final is None:
+            last = Stream(self.view.n_layers - 1, "post")
+            own = replace(self, cache=None, _kept={})
+            object.__setattr__(self, "_own_final", own.fetch(last))
+        assert self._own_final is not None
+        return self._own_final
 
     def _lay_out(self, parts: list[Tensor], by_position: bool) -> Tensor:
         if len(parts[0]) == 1 and len(self) > 1 and len(parts) == 1:
@@ -159,9 +173,9 @@ class Run:
         parts: list[Tensor] = []
 
         def keep(tensor: Tensor, rows: slice) -> None:
-            parts.append(where.take(tensor, rows).clone())
+            parts.append(tensor.clone())
 
-        self.sweep({}, logits=keep)
+        self.sweep({}, logits=keep, at=where)
         found = torch.cat(parts)
         found[~where.valid.to(found.device)] = torch.nan
         return found

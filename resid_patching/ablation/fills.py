@@ -23,8 +23,7 @@ from resid_patching.address import (
     hook_name,
 )
 from resid_patching.errors import AblationError, PromptError
-from resid_patching.models import ModelView
-from resid_patching.prompts import take
+from resid_patching.models import ModelView, take
 from resid_patching.rerun import Fill, clean_hook, site_value
 from resid_patching.run import Run
 

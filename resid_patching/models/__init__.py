@@ -11,6 +11,7 @@ from resid_patching.models.view import (
     Reader,
     as_view,
     compute_dtype,
+    take,
 )
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "load",
     "report",
     "require",
+    "take",
 ]

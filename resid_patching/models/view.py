@@ -435,7 +435,8 @@ class ModelView:
         readers: Mapping[str, Reader],
         *,
         logits: Reader | None = None,
-    ) -> Float[Tensor, "batch pos d_vocab"]:
+        at: Int[Tensor, "batch n"] | None = None,
+    ) -> Float[Tensor, "batch n d_vocab"]:
         """One forward pass on right-padded tokens, with readers attached.
 
         Args:
@@ -443,14 +444,19 @@ class ModelView:
                 attention cannot see.
             readers: hook name -> callable.
             logits: called with the unembedding's own output, before any softcap.
+            at: positions whose logits are wanted (a negative one reads the first); None for all.
+                The model's own unembedding then works on these alone.
 
         Returns:
-            The model's logits [batch, pos, d_vocab], as it returns them.
+            The model's logits [batch, n, d_vocab], as it returns them.
 
         Raises:
             HookNotFiredError: a hook of `readers` was never called.
         """
-        with torch.no_grad(), self.watched(readers), self._on_unembed(logits):
+        if at is not None and self.user_hooks():  # the caller's hooks see the whole pass
+            whole = logits and (lambda output: logits(take(output, at)))
+            return take(self.forward(tokens, readers, logits=whole), at)
+        with torch.no_grad(), self.watched(readers), self._on_unembed(logits, at):
             return self._call(tokens)
 
     def forward_blocks(
@@ -491,19 +497,25 @@ class ModelView:
         return {"attention_mask": torch.ones_like(tokens)}
 
     @contextlib.contextmanager
-    def _on_unembed(self, reader: Reader | None) -> Iterator[None]:
-        if reader is None:
-            yield
-            return
+    def _on_unembed(self, reader: Reader | None, at: Tensor | None) -> Iterator[None]:
+        handles = []
+        if at is not None:
 
-        def hook(_module: Any, _inputs: Any, output: Tensor) -> None:
-            reader(output)
+            def choose(_module: Any, inputs: Any) -> Any:
+                return (take(inputs[0], at), *inputs[1:])
 
-        handle = self.model.unembed.register_forward_hook(hook)
+            handles.append(self.model.unembed.register_forward_pre_hook(choose))
+        if reader is not None:
+
+            def hook(_module: Any, _inputs: Any, output: Tensor) -> None:
+                reader(output)
+
+            handles.append(self.model.unembed.register_forward_hook(hook))
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
 
 def as_view(model: Any) -> ModelView:
@@ -517,6 +529,12 @@ def as_view(model: Any) -> ModelView:
 
 class _Enough(Exception):
     """Ends a forward pass whose logits nobody reads."""
+
+
+def take(values: Tensor, index: Int[Tensor, "rows n"]) -> Tensor:
+    """[rows, pos, ...] at positions [rows, n] -> [rows, n, ...]; a negative one reads the first."""
+    index = index.to(values.device).clamp(0, values.shape[1] - 1)
+    return values[torch.arange(index.shape[0], device=index.device)[:, None], index]
 
 
 T = TypeVar("T")

@@ -37,8 +37,8 @@ from resid_patching.address import (
     Stream,
     write_stage,
 )
+from resid_patching.models import take
 from resid_patching.paths.readers import read_at_stage, starts_at_stage
-from resid_patching.prompts import take
 from resid_patching.rerun import Chunk, Edit, Variant
 
 MLPs = Literal["freeze", "recompute"]

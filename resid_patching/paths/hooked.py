@@ -23,11 +23,10 @@ from resid_patching.address import (
     Stream,
     hook_name,
 )
-from resid_patching.models import ModelView
+from resid_patching.models import ModelView, take
 from resid_patching.models import Reader as HookReader
 from resid_patching.paths.closed import MLPs
 from resid_patching.paths.readers import site_of
-from resid_patching.prompts import take
 from resid_patching.rerun import Chunk, Edit, Variant
 from resid_patching.rerun.replay import hook_changes
 

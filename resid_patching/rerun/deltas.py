@@ -27,8 +27,7 @@ from resid_patching.address import (
     Stream,
     hook_name,
 )
-from resid_patching.models import report
-from resid_patching.prompts import take
+from resid_patching.models import report, take
 from resid_patching.rerun.clean import Clean
 from resid_patching.rerun.edits import (
     Edit,

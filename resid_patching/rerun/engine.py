@@ -24,8 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from resid_patching.models import Memory, ModelView
-from resid_patching.prompts import take
+from resid_patching.models import Memory, ModelView, take
 from resid_patching.rerun.clean import Clean, hooks_to_keep
 from resid_patching.rerun.deltas import Deltas
 from resid_patching.rerun.edits import Variant, require_acting, stage

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from resid_patching.models import ModelView
-from resid_patching.prompts import PositionIndex, take
+from resid_patching.models import ModelView, take
+from resid_patching.prompts import PositionIndex
 from resid_patching.rerun.walk import take_rows
 
 Evaluate = Callable[[Tensor, slice, Tensor | None], Tensor]
