@@ -281,17 +281,17 @@ class _Score:
 
     def read_final(self, final: Tensor) -> None:
         """Keeps the differences of the last stream states [batch, pos, d_model], read by us."""
-        view = self.view
+        view, rows = self.view, slice(0, len(final))
+        states = self.positions.take(final, rows).to(view.device, view.compute_dtype)
+        if view.softcap is None:
+            normed, bias = view.final_norm(states), self.bias[self.which][:, None]
+            value = torch.einsum("bnm,bm->bn", normed, self.direction[self.which]) + bias
+            self._raw.append(value)
+            self._capped.append(value.clone())
+            return
         for row in range(len(final)):
             rows = slice(row, row + 1)
-            states = self.positions.take(final[rows], rows).to(view.device, view.compute_dtype)
-            if view.softcap is None:
-                which = self.which[row]
-                value = view.final_norm(states) @ self.direction[which] + self.bias[which]
-                self._raw.append(value)
-                self._capped.append(value)
-                continue
-            logits = view.readout(states)
+            logits = view.readout(states[rows])
             self._raw.append(self._difference(logits, rows))
             capped = view.softcap * (logits / view.softcap).tanh()
             self._capped.append(self._difference(capped, rows))

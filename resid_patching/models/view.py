@@ -360,7 +360,12 @@ class ModelView:
 
     def fingerprint(self) -> tuple[int, ...]:
         """Changes when weights are edited or replaced, hooks come or go, or modes change."""
-        parameters = [(id(p), p._version) for p in self.model.parameters()]
+        parameters = [
+            (id(parameter), parameter._version)
+            for module in _modules(self.model)
+            for parameter in module._parameters.values()
+            if parameter is not None
+        ]
         hooks = [len(point.fwd_hooks) for point in self.hook_points.values()]
         state = (getattr(self.cfg, "normalization_type", None), self.kind)
         return (hash(tuple(parameters)), hash(tuple(hooks)), hash(state))
@@ -378,6 +383,8 @@ class ModelView:
 
     def require_eval(self) -> None:
         """Raises TrainingModeError where a module in training mode would drop activations."""
+        if not any(module.training and _drops(module) for module in _modules(self.model)):
+            return
         for name, module in self.model.named_modules():
             if module.training and _drops(module):
                 raise TrainingModeError(
@@ -560,6 +567,19 @@ class Memory(Generic[T]):
         if known is None or known[0] != fingerprint:
             known = self._known[view.model] = (fingerprint, self._find(view))
         return known[1]
+
+
+def _modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Every module once; `Module.modules()` builds names on the way and is slow."""
+    seen = {model}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        yield module
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                waiting.append(child)
 
 
 def _first(owner: Any, *names: str) -> Tensor | None:

@@ -16,6 +16,7 @@ the metric reads are unembedded.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -231,17 +232,20 @@ class Chunk:
     # Stacks
 
     def _stacks(self, variants: Sequence[Variant]) -> Iterator[tuple[list[int], Route]]:
-        """Numbers of variants that run together: same route, same start, similar rows."""
+        """Numbers of variants that run together: same route, similar rows, in order of start."""
         groups: dict[tuple[Any, ...], list[int]] = {}
         for number, variant in enumerate(variants):
             route = self._route(variant)
-            start = min((stage(edit.site) for edit in variant), default=(self.view.n_layers, 0))
-            key = (route, start if route == "plain" else start[0], self._n_rows(variant))
-            groups.setdefault(key, []).append(number)
-        for (route, _, n_rows), numbers in sorted(groups.items()):
+            begins = bool(variant) if route == "plain" else self._start(variant)[0]
+            groups.setdefault((route, begins, self._n_rows(variant)), []).append(number)
+        for (route, _, n_rows), numbers in groups.items():
+            numbers.sort(key=lambda number: self._start(variants[number]))
             size = self._stack_size(route, n_rows)
             for begin in range(0, len(numbers), size):
                 yield numbers[begin : begin + size], route
+
+    def _start(self, variant: Variant) -> tuple[int, int]:
+        return min((stage(edit.site) for edit in variant), default=(self.view.n_layers, 0))
 
     def _route(self, variant: Variant) -> Route:
         one_stage = len({stage(edit.site) for edit in variant}) <= 1
@@ -279,14 +283,20 @@ class Chunk:
     def _propagate(self, stack: list[Variant], delta: Tensor) -> Tensor:
         """Changed states behind the edited stage -> last states at the rows that are read."""
         assert self.plain is not None
-        layer, place = stage(stack[0][0].site)
         first = self._first_changed(stack[0])
         for variant in stack[1:]:
             first = torch.minimum(first, self._first_changed(variant))
-        where = self._place_behind(place)
         walk = Walk(self.view, self.plain, self.clean, self.deltas, first, self.read_at)
-        states = self.clean.after(layer, where) + delta
-        final = walk.run(layer, where, states if walk.whole else take_rows(states, walk.keys))
+        arrivals: dict[tuple[int, Place], Tensor] = {}
+        for (layer, place), numbers in itertools.groupby(
+            range(len(stack)), lambda number: stage(stack[number][0].site)
+        ):
+            where = self._place_behind(place)
+            states = self.clean.after(layer, where) + delta[list(numbers)]
+            states = states if walk.whole else take_rows(states, walk.keys)
+            held = arrivals.get((layer, where))
+            arrivals[layer, where] = states if held is None else torch.cat([held, states])
+        final = walk.run(arrivals)
         unread = (self.read_at < first[:, None])[None, :, :, None]
         return torch.where(unread, self.clean_rows, final)
 
@@ -318,7 +328,7 @@ class Chunk:
         delta = change.at(start, walk.keys)
         place = self._place_behind(key[1])
         states = take(self.clean.after(key[0], place), walk.keys)
-        final = walk.run(key[0], place, states + delta)
+        final = walk.run({(key[0], place): states + delta})
         frozen = take_rows(delta, walk.chosen)
         for (_, stage_place), part in later:
             here = change.at(part, self.read_at)

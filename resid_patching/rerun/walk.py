@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from resid_patching.rerun.plain import InputWriter, PlainBlocks
 from resid_patching.rerun.written import Site, Written
 
 Place = Literal["pre", "mid", "post"]
+_PLACES: tuple[Place, ...] = get_args(Place)
 
 
 class Walk:
@@ -55,28 +57,32 @@ class Walk:
         self.read_at = read_at
         self.chosen = (read_at - self.first[:, None]).clamp(0, self.keys.shape[1] - 1)
 
-    def run(self, layer: int, place: Place, states: Tensor) -> Tensor:
-        """States at a stage -> last states at the rows that are read.
+    def run(self, arrivals: Mapping[tuple[int, Place], Tensor]) -> Tensor:
+        """States at some stages -> last states at the rows that are read.
+
+        Variants that start behind different stages join the stack where they start.
 
         Args:
-            layer: the layer of the stage.
-            place: the state that `states` is: of the layer, and behind all that was changed there.
-            states: [variant, rows, keys, d_model], one for each of `keys`.
+            arrivals: (layer, place) -> states [variant, rows, keys, d_model], one for each of
+                `keys`: the state of the layer behind all that was changed there.
+
+        Returns:
+            [variant, rows, n, d_model], variants in the order of their stages.
         """
-        for number in range(layer, self.view.n_layers):
+        states: Tensor | None = None
+        for number in range(min(layer for layer, _ in arrivals), self.view.n_layers):
             shortened = self._is_shortened(number)
-            if place == "pre":
-                states = self._block(number, states, shortened)
-            elif place == "mid":
-                self._set(states, Stream(number, "mid"))
-                states = take_rows(states, self.chosen) if shortened else states
-                states = states + self._mlp_write(number, states)
-            elif shortened:
-                states = take_rows(states, self.chosen)
+            new: dict[str, Tensor | None] = {p: arrivals.get((number, p)) for p in _PLACES}
+            for place in ("mid", "post"):
+                if shortened and (here := new[place]) is not None:
+                    new[place] = take_rows(here, self.chosen)
+            states = self._block(number, _joined(states, new["pre"]), shortened, new["mid"])
+            states = _joined(states, new["post"])
+            assert states is not None
             self._set(states, Stream(number, "post"))
             if number == self.view.n_layers - 1 and not shortened:
                 states = take_rows(states, self.chosen)
-            place = "pre"
+        assert states is not None
         return states
 
     def _is_shortened(self, layer: int) -> bool:
@@ -84,20 +90,31 @@ class Walk:
         writes_here = self.written is not None and self.written.acts_in(layer)
         return layer == self.view.n_layers - 1 and not writes_here
 
-    def _block(self, layer: int, states: Tensor, shortened: bool) -> Tensor:
-        plain = self.plain
-        self._set(states, Stream(layer, "pre"))
-        if shortened:
-            z, states = self._attend_read(layer, states), take_rows(states, self.chosen)
-        else:
-            z = self._attend(layer, states)
-        if self.written is None or not self.written.acts_in(layer):
-            return plain.add_writes(layer, states, z)
-        after = states + plain.attention_write(layer, z)
+    def _block(
+        self, layer: int, states: Tensor | None, shortened: bool, mid: Tensor | None
+    ) -> Tensor | None:
+        """States before a block, and those that join in its middle -> states behind it."""
+        after = None
+        if states is not None:
+            plain = self.plain
+            self._set(states, Stream(layer, "pre"))
+            if shortened:
+                z, states = self._attend_read(layer, states), take_rows(states, self.chosen)
+            else:
+                z = self._attend(layer, states)
+            is_written = self.written is not None and self.written.acts_in(layer)
+            if mid is None and not is_written:
+                return plain.add_writes(layer, states, z)
+            after = states + plain.attention_write(layer, z)
+        after = _joined(after, mid)
+        if after is None:
+            return None
         self._set(after, Stream(layer, "mid"))
         if self.view.attn_only:
             return after
-        return after + self._mlp_write(layer, states if self.view.parallel else after)
+        before = states if self.view.parallel else after
+        assert before is not None
+        return after + self._mlp_write(layer, before)
 
     def _attend(self, layer: int, states: Tensor) -> Tensor:
         """Z of all changed rows; they see the clean keys and values before them."""
@@ -155,6 +172,12 @@ class Walk:
         inside = place >= 0  # what is written before the first changed row is the clean value
         row, column, place = row[inside], column[inside], place[inside]
         tensor[:, row, place] = self.written.values[site][:, row, column].to(tensor.dtype)
+
+
+def _joined(states: Tensor | None, others: Tensor | None) -> Tensor | None:
+    if states is None or others is None:
+        return states if others is None else others
+    return torch.cat([states, others])
 
 
 def take_rows(states: Tensor, index: Tensor) -> Tensor:

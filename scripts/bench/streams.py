@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+
+import resid_patching as rp
 from bench.common import (
     ANSWER,
-    D,
-    D_MLP,
     FOIL,
+    HEADS,
     LAYERS,
     LENGTH,
     PROMPTS,
@@ -19,9 +21,6 @@ from bench.common import (
     forward_flops,
     ids,
 )
-from torch import Tensor
-
-import resid_patching as rp
 from resid_patching.address import hook_name
 
 SHAPES = ((PROMPTS, LENGTH), (1, 512))
@@ -57,69 +56,80 @@ def captures(model: Any) -> Cases:
 
 def attributions(model: Any) -> Cases:
     """Attribution at the last position, from ids and from a cache that is there already."""
-    yield from _from_ids(model)
     for prompts, length in SHAPES:
         tokens = ids(prompts, length)
-        with torch.no_grad():
-            _, cache = model.run_with_cache(tokens)
-        yield from _from_cache(model, tokens, cache, f"{prompts} x {length}")
+        yield from _by_tool(model, tokens)
+        yield from _by_cache(model, tokens)
 
 
-def _from_ids(model: Any) -> Cases:
+def _by_tool(model: Any, tokens: Tensor) -> Cases:
     """Beside TransformerLens 4.3's own tool; it is not in 3.9."""
     try:
         from transformer_lens.tools.analysis import direct_logit_attribution
     except ImportError:
         return
-    for prompts, length in SHAPES:
-        tokens = ids(prompts, length)
-        for by in ("component", "head"):
+    for by in ("component", "head"):
 
-            def theirs(tokens: Tensor = tokens, by: str = by) -> Tensor:
-                with torch.no_grad():
-                    found = direct_logit_attribution(
-                        model, tokens, ANSWER, FOIL, unit=by, pos=-1
-                    ).attribution
-                return found if by == "component" else found[: 12 * 12]
+        def theirs(by: str = by) -> Tensor:
+            with torch.no_grad():
+                found = direct_logit_attribution(model, tokens, ANSWER, FOIL, unit=by, pos=-1)
+            return found.attribution[: LAYERS * HEADS] if by == "head" else found.attribution
 
-            yield Case(
-                f"attribution by {by}, from ids, {prompts} x {length}",
-                lambda tokens=tokens, by=by: _attribution(rp.capture(model, tokens), by),
-                "tools.analysis.direct_logit_attribution",
-                theirs,
-                pick=_of_parts(model, by),
-                flops=forward_flops(prompts, length),
-            )
-
-
-def _from_cache(model: Any, tokens: Tensor, cache: Any, size: str) -> Cases:
-    n_prompts = len(tokens)
-
-    def components() -> Tensor:
-        with torch.no_grad():
-            stack, _ = cache.decompose_resid(pos_slice=-1, return_labels=True)
-            return cache.logit_attrs(stack, ANSWER, incorrect_tokens=FOIL, pos_slice=-1)
-
-    def heads() -> Tensor:
-        with torch.no_grad():
-            stack = cache.stack_head_results(pos_slice=-1)
-            return cache.logit_attrs(stack, ANSWER, incorrect_tokens=FOIL, pos_slice=-1)
-
-    def neurons() -> Tensor:
-        with torch.no_grad():
-            stack = cache.stack_neuron_results(LAYERS, pos_slice=-1)
-            return cache.logit_attrs(stack, ANSWER, incorrect_tokens=FOIL, pos_slice=-1)
-
-    flops = {"component": 0.0, "head": 2.0 * n_prompts * LAYERS * D * D, "neuron": 0.0}
-    flops["neuron"] = 2.0 * n_prompts * LAYERS * D_MLP + 2.0 * LAYERS * D_MLP * D
-    for by, theirs in (("component", components), ("head", heads), ("neuron", neurons)):
         yield Case(
-            f"attribution by {by}, from a cache, {size}",
-            lambda by=by: _attribution(rp.capture(model, tokens, cache=cache), by),
-            "ActivationCache, stacked parts and logit_attrs",
+            f"attribution by {by}, {_size(tokens)}",
+            lambda by=by: _attribution(rp.capture(model, tokens), by),
+            "tools.analysis.direct_logit_attribution",
             theirs,
             pick=_of_parts(model, by),
+            flops=forward_flops(*tokens.shape),
         )
+
+
+def _by_cache(model: Any, tokens: Tensor) -> Cases:
+    """Beside the methods of ActivationCache: from ids, and where cache and run are there."""
+
+    def attribute(cache: Any, by: str) -> Tensor:
+        if by == "component":
+            stack = cache.decompose_resid(pos_slice=-1)
+        elif by == "head":
+            stack = cache.stack_head_results(pos_slice=-1)
+        else:
+            stack = cache.stack_neuron_results(LAYERS, pos_slice=-1)
+        return cache.logit_attrs(stack, ANSWER, incorrect_tokens=FOIL, pos_slice=-1)
+
+    def cached(by: str) -> Tensor:
+        with torch.no_grad():
+            return attribute(model.run_with_cache(tokens)[1], by)
+
+    for by in ("component", "head", "neuron"):
+        yield Case(
+            f"attribution by {by}, {_size(tokens)}",
+            lambda by=by: _attribution(rp.capture(model, tokens), by),
+            "run_with_cache, ActivationCache and logit_attrs",
+            lambda by=by: cached(by),
+            pick=_of_parts(model, by),
+            flops=forward_flops(*tokens.shape),
+        )
+    with torch.no_grad():
+        _, cache = model.run_with_cache(tokens)
+    run = rp.capture(model, tokens, cache=cache)
+
+    def again(by: str) -> Tensor:
+        with torch.no_grad():
+            return attribute(cache, by)
+
+    for by in ("component", "head", "neuron"):
+        yield Case(
+            f"attribution by {by} of a cache already there, {_size(tokens)}",
+            lambda by=by: _attribution(run, by),
+            "ActivationCache and logit_attrs",
+            lambda by=by: again(by),
+            pick=_of_parts(model, by),
+        )
+
+
+def _size(tokens: Tensor) -> str:
+    return f"{tokens.shape[0]} x {tokens.shape[1]}"
 
 
 def _attribution(run: rp.Run, by: Any) -> Tensor:
