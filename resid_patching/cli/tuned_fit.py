@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resid_patching.cli.frame import (
     UsageError,
     console,
+    csv_text,
     load_model,
     print_line,
     print_model,
@@ -172,21 +172,19 @@ def _fit(view: ModelView, texts: Any, validation: Any, arguments: argparse.Names
             save_every=arguments.save_every,
         )
     except KeyboardInterrupt:
-        _say_what_is_left(arguments)
-        raise
+        raise KeyboardInterrupt(_what_is_left(arguments)) from None
 
 
-def _say_what_is_left(arguments: argparse.Namespace) -> None:
+def _what_is_left(arguments: argparse.Namespace) -> str:
     from resid_patching.lens import resume
 
     about, _ = resume.read(Path(arguments.out))
-    left = "nothing was written"
-    if about is not None:
-        left = (
-            f"{arguments.out} holds the fit as of step {about['step']} of {arguments.steps}; the "
-            "same command with --resume goes on with it"
-        )
-    print(left, file=sys.stderr)
+    if about is None:
+        return "nothing was written"
+    return (
+        f"{arguments.out} holds the fit as of step {about['step']} of {arguments.steps}; the "
+        "same command with --resume goes on with it"
+    )
 
 
 # What was found
@@ -219,7 +217,7 @@ def _write(lens: TunedLens, arguments: argparse.Namespace, stand_in: str | None)
 
         columns = {name.replace(" ", "_"): values for name, values in _columns(lens).items()}
         frame = pandas.DataFrame({"layer": lens.labels, **columns})
-        write_text(arguments.csv, frame.to_csv(index=False))
+        write_text(arguments.csv, csv_text(frame))
 
 
 def _print(

@@ -25,8 +25,10 @@ from resid_patching.errors import (
     BackendWarning,
     HubUnreachableError,
     ModelNotFoundError,
+    NotFiniteError,
     UnsupportedModelError,
 )
+from resid_patching.models.guards import require_finite
 from resid_patching.models.view import note_revision
 
 Processing = Literal["raw", "folded"]
@@ -65,6 +67,7 @@ def load(
         ModelNotFoundError: no such folder or name.
         HubUnreachableError: not in the cache, and the hub does not answer within seconds.
         UnsupportedModelError: the backend asked for cannot build this model.
+        NotFiniteError: its weights are NaN or infinite.
     """
     _require_choice("processing", processing, ("raw", "folded"))
     _require_choice("backend", backend, ("auto", "hooked", "bridge"))
@@ -129,7 +132,7 @@ def _build(
             if not is_folder and _is_alias(source):
                 return _hooked_from_hub(hooked, source, device, dtype, processing)
             return _hooked_from_hugging_face(hooked, source, device, dtype, processing)
-        except (HubUnreachableError, ModelNotFoundError):
+        except (HubUnreachableError, ModelNotFoundError, NotFiniteError):
             raise
         except Exception as error:
             if backend == "hooked":
@@ -190,6 +193,7 @@ def _hooked_from_hugging_face(
     from transformer_lens import loading_from_pretrained as loading  # type: ignore[attr-defined]
 
     original = _hugging_face_model(source, dtype)
+    require_finite(original, source)
     with _neutral_folder(original.config) as neutral:
         options = _fold_options(processing)
         cfg = loading.get_pretrained_model_config(
