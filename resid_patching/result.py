@@ -304,6 +304,14 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
         target.write_bytes(content)
         return
     target = Path(os.path.realpath(path))
+    try:
+        _replace(target, content)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # not that of the temporary file
+        raise
+
+
+def _replace(target: Path, content: bytes) -> None:
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", text=False)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -312,10 +320,8 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
-    except BaseException as error:
+    except BaseException:
         Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(target)  # a full disk does not say which file it was
         raise
 
 

@@ -42,10 +42,13 @@ def fit(arguments: argparse.Namespace) -> None:
     from resid_patching.models import ModelView
 
     view = ModelView(model)
-    lens = _fit(view, texts, validation, arguments)
-    lens.save(arguments.out)
-    _write(lens, arguments, stand_in)
-    _print(view, lens, arguments, stand_in)
+    try:
+        lens = _fit(view, texts, validation, arguments)
+        lens.save(arguments.out)
+        _write(lens, arguments, stand_in)
+        _print(view, lens, arguments, stand_in)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_what_is_left(arguments)) from None
 
 
 # What was asked
@@ -150,36 +153,36 @@ def _dataset(arguments: argparse.Namespace) -> Any:
 def _fit(view: ModelView, texts: Any, validation: Any, arguments: argparse.Namespace) -> TunedLens:
     from resid_patching.lens.fit import fit_tuned_lens
 
-    try:
-        return fit_tuned_lens(
-            view,
-            texts,
-            tokens=arguments.tokens,
-            validation=validation,
-            validation_tokens=arguments.validation_tokens,
-            length=arguments.length,
-            text_key=arguments.text_key or "text",
-            prepend_bos=arguments.prepend_bos,
-            site=arguments.site,
-            ridge=arguments.ridge,
-            steps=arguments.steps,
-            step_tokens=arguments.step_tokens,
-            optimizer=arguments.optimizer,
-            rate=arguments.rate,
-            products=arguments.products,
-            seed=arguments.seed,
-            folder=arguments.out,
-            save_every=arguments.save_every,
-        )
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(_what_is_left(arguments)) from None
+    return fit_tuned_lens(
+        view,
+        texts,
+        tokens=arguments.tokens,
+        validation=validation,
+        validation_tokens=arguments.validation_tokens,
+        length=arguments.length,
+        text_key=arguments.text_key or "text",
+        prepend_bos=arguments.prepend_bos,
+        site=arguments.site,
+        ridge=arguments.ridge,
+        steps=arguments.steps,
+        step_tokens=arguments.step_tokens,
+        optimizer=arguments.optimizer,
+        rate=arguments.rate,
+        products=arguments.products,
+        seed=arguments.seed,
+        folder=arguments.out,
+        save_every=arguments.save_every,
+    )
 
 
 def _what_is_left(arguments: argparse.Namespace) -> str:
-    from resid_patching.lens import resume
+    from resid_patching.lens import checkpoint, resume
 
-    about, _ = resume.read(Path(arguments.out))
+    out = Path(arguments.out)
+    about, _ = resume.read(out)
     if about is None:
+        if (out / checkpoint.PARAMS).is_file():
+            return f"{out} holds the lens, finished"
         return "nothing was written"
     return (
         f"{arguments.out} holds the fit as of step {about['step']} of {arguments.steps}; the "

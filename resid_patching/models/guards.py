@@ -8,7 +8,8 @@ On a short input of the model's own vocabulary:
     our final norm and unembedding of the last state = the model's logits
     sum of heads + b_O = attn_out,  sum of neurons + b_out = mlp_out
 
-Weights that are NaN or infinite are refused before that. Where one fails, the analyses that need it refuse the model by name; the others go on.
+Weights that are NaN or infinite are refused before that. Where an identity fails, the analyses
+that need it refuse the model by name; the others go on.
 """
 
 from __future__ import annotations
@@ -122,8 +123,9 @@ def require_finite(model: torch.nn.Module, name: str) -> None:
     found = [key for key, weights in model.named_parameters() if not _finite(weights.detach())]
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        first = found[0].replace("._original_component", "")  # as TransformerBridge keeps them
         raise NotFiniteError(
-            f"{name} has weights that are NaN or infinite, in {found[0]}{more}, so no number it "
+            f"{name} has weights that are NaN or infinite, in {first}{more}, so no number it "
             "gives could be trusted. Load it in float32 or bfloat16, or get its file again."
         )
 

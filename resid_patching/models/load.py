@@ -82,6 +82,7 @@ def load(
     # Loaders draw weights before they read them; the caller's random numbers stay as they are.
     with _quiet(), _hub_state(hub_name), torch.random.fork_rng(devices=[]):
         model = _build(folder_or_name, path is not None, device, dtype, processing, backend)
+    require_finite(model, folder_or_name)
     model.eval()
     if hub_name is not None and (config := _cached_config(hub_name)) is not None:
         note_revision(model, config.parent.name)  # snapshots/<commit>/config.json
@@ -127,6 +128,7 @@ def _build(
     processing: Processing,
     backend: Backend,
 ) -> Any:
+    problem = None
     if backend != "bridge" and (hooked := _hooked_transformer()) is not None:
         try:
             if not is_folder and _is_alias(source):
@@ -140,13 +142,15 @@ def _build(
                     f"HookedTransformer cannot build {source}: {_one_line(error)}. "
                     "Use backend='bridge'."
                 ) from error
-            warnings.warn(
-                f"HookedTransformer cannot build {source} ({_one_line(error)}); loaded as a "
-                "TransformerBridge",
-                BackendWarning,
-                stacklevel=4,
-            )
-    return _bridge(source, device, dtype, processing)
+            problem = _one_line(error)
+    model = _bridge(source, device, dtype, processing)
+    if problem is not None:
+        warnings.warn(
+            f"HookedTransformer cannot build {source} ({problem}); loaded as a TransformerBridge",
+            BackendWarning,
+            stacklevel=4,
+        )
+    return model
 
 
 def _hooked_transformer() -> Any | None:
