@@ -300,12 +300,11 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     target = Path(path)
     if target.is_dir():
         raise IsADirectoryError(f"{path} is a folder")
-    if target.exists() and not target.is_file():
-        target.write_bytes(content)
-        return
-    target = Path(os.path.realpath(path))
     try:
-        _replace(target, content)
+        if target.exists() and not target.is_file():
+            target.write_bytes(content)
+        else:
+            _replace(Path(os.path.realpath(path)), content)
     except OSError as error:
         error.filename, error.filename2 = str(path), None  # not that of the temporary file
         raise

@@ -87,17 +87,28 @@ def run_guarded(
         return _fail(prog, ": ".join(["interrupted", *map(str, stop.args)]), INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output has gone; leave without a word, as `head` expects.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_unwritten()
         return 0
     except (ResidPatchingError, OSError) as error:
         if debug:
             traceback.print_exc()
-        return _fail(prog, str(error), BAD_INPUT)
+        lost = "standard output cannot be written: " if _drop_unwritten() else ""
+        return _fail(prog, f"{lost}{error}", BAD_INPUT)
     except Exception as error:
         if debug:
             traceback.print_exc()
         return _fail(prog, f"{type(error).__name__}: {error} (--debug shows where)", UNEXPECTED)
+
+
+def _drop_unwritten() -> bool:
+    """Drops what stdout cannot take, which Python would try again at exit; whether there is any."""
+    try:
+        sys.stdout.flush()
+        return False
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
 
 
 def _fail(prog: str, message: str, code: int) -> int:
