@@ -306,8 +306,10 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
         else:
             _replace(Path(os.path.realpath(path)), content)
     except OSError as error:
-        error.filename, error.filename2 = str(path), None  # not that of the temporary file
-        raise
+        if error.errno is None:
+            raise
+        # Names the file that was asked for, not the temporary one.
+        raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
 def _replace(target: Path, content: bytes) -> None:
