@@ -47,6 +47,10 @@ class NeuronMismatchError(UnsupportedModelError):
     """The neurons and their bias do not sum to the MLP's output."""
 
 
+class NotFiniteError(UnsupportedModelError):
+    """Weights that are NaN or infinite."""
+
+
 class TrainingModeError(ResidPatchingError, RuntimeError):
     """The model is in training mode, where dropout makes two equal runs differ."""
 

@@ -264,6 +264,7 @@ def single_token(view: ModelView, token: Token, what: str = "answer") -> int:
         return token
     if not isinstance(token, str):
         raise TokenError(f"the {what} is a text or a token id, got {token!r}")
+    _require_unicode(token, TokenError)
     ids = token_ids(view, token)
     if len(ids) == 1:
         return ids[0]
@@ -332,6 +333,17 @@ def token_ids(view: ModelView, text: str) -> list[int]:
         # SentencePiece puts a space before every text; this names the inside of a word.
         return [found] if token_text(tokenizer, found) == text else ids
     return ids
+
+
+def _require_unicode(text: str, error: type[PromptError | TokenError]) -> None:
+    """Refuses text that no tokenizer can read: halves of characters, left by a wrong decoding."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        raise error(
+            f"{text[: problem.end][-20:]!r} ends in half a character (a surrogate), which no "
+            "tokenizer reads; decode the text as UTF-8"
+        ) from None
 
 
 def token_text(tokenizer: Any | None, token: int) -> str:
@@ -422,6 +434,7 @@ def puts_bos(view: ModelView, prepend_bos: bool | None) -> bool:
 
 def _tokenize(view: ModelView, text: str, prepend_bos: bool | None) -> list[int]:
     """Ids as the model's own `to_tokens` gives them, with the BOS once and never cut short."""
+    _require_unicode(text, PromptError)
     tokenizer = _require_tokenizer(view)
     wanted = puts_bos(view, prepend_bos)
     bos, bos_text = bos_id(view), tokenizer.bos_token or ""

@@ -267,9 +267,7 @@ def test_a_sender_without_a_path_is_no_zero(capsys, tmp_path, model, pair):
     assert code == 0 and "there is no path" in out
 
 
-def test_cells_are_coloured_by_sign_and_size_on_a_terminal(monkeypatch):
-    assert effects._heat(1.0, 1.0) == ""
-    monkeypatch.setattr(effects, "fancy", lambda: True)
+def test_cells_are_coloured_by_sign_and_size():
     assert effects._heat(1.0, 1.0) == "white on rgb(33,102,172)"
     assert effects._heat(-1.0, 1.0) == "white on rgb(178,24,43)"
     assert effects._heat(0.0, 1.0) == "black on rgb(247,247,247)"

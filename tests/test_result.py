@@ -180,13 +180,12 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["result.json"]
 
 
-def test_text_that_cannot_be_encoded_leaves_the_old_file(tmp_path):
+def test_halves_of_characters_are_written_as_the_escapes_that_json_reads(tmp_path):
     target = tmp_path / "result.json"
-    target.write_text("old", encoding="utf-8")
-    with pytest.raises(UnicodeEncodeError):
-        write_text(target, "lone \ud800 surrogate")
-    assert target.read_text(encoding="utf-8") == "old"
-    assert os.listdir(tmp_path) == ["result.json"]
+    write_text(target, '"lone \ud800 surrogate, whole é"')
+    text = target.read_text(encoding="utf-8")
+    assert text == '"lone \\ud800 surrogate, whole é"'
+    assert json.loads(text) == "lone \ud800 surrogate, whole é"
 
 
 def test_a_folder_that_is_not_there_or_a_folder_as_target_is_an_os_error(tmp_path):

@@ -19,6 +19,7 @@ from resid_patching.cli.frame import (
     add_prompt_flags,
     console,
     count,
+    csv_text,
     load_model,
     print_line,
     print_model,
@@ -188,7 +189,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
         write_text(arguments.json, _as_json(effect, arguments, inputs, stand_in))
     if arguments.csv is not None:
-        write_text(arguments.csv, effect.to_frame().to_csv(index=False))
+        write_text(arguments.csv, csv_text(effect.to_frame()))
     out = console()
     print_model(out, view, effect.provenance, stand_in)
     out.print()

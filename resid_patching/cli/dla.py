@@ -14,6 +14,8 @@ from resid_patching.cli.frame import (
     bar,
     console,
     count,
+    csv_text,
+    given_text,
     load_model,
     new_table,
     print_line,
@@ -42,6 +44,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--answer",
         action="append",
+        type=given_text,
         metavar="TOKEN",
         help="the token scored, leading space included; once, or once for each prompt (unset: "
         "the model's top prediction)",
@@ -49,6 +52,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--foil",
         action="append",
+        type=given_text,
         metavar="TOKEN",
         help="the token it is scored against; once, or once for each prompt (unset: the mean "
         "over the vocabulary)",
@@ -94,7 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
         write_text(arguments.json, _as_json(found, prompts, predictions, stand_in))
     if arguments.csv is not None:
-        write_text(arguments.csv, found.to_frame().to_csv(index=False))
+        write_text(arguments.csv, csv_text(found.to_frame()))
     _print(captured, found, predictions, stand_in, arguments.top)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from resid_patching.cli.frame import bar, fancy, new_table, print_line, printable
+from resid_patching.cli.frame import bar, new_table, print_line, printable, shades
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -139,6 +139,7 @@ def print_cells(
         missing: what is shown for NaN.
         heat: also coloured by sign and size, on a terminal that can.
     """
+    heat = heat and shades(out)
     largest = float(values.nan_to_num().abs().max())
     digits = 3 if largest < 10 else 2 if largest < 100 else 1
     texts = [[_cell(value, digits, missing) for value in row] for row in values]
@@ -167,8 +168,8 @@ def rich_text(text: str) -> Any:
 
 
 def _heat(value: float, largest: float) -> str:
-    """Blue for positive, red for negative, paler towards 0; none for NaN, or off a terminal."""
-    if math.isnan(value) or largest < 5e-4 or not fancy():  # below that all read as 0
+    """Blue for positive, red for negative, paler towards 0; none for NaN."""
+    if math.isnan(value) or largest < 5e-4:  # below that all read as 0
         return ""
     share = min(1.0, abs(value) / largest)
     full = (33, 102, 172) if value > 0 else (178, 24, 43)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import logging
 import os
 import sys
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 BAD_INPUT, UNEXPECTED, INTERRUPTED = 2, 1, 130
+_LONGEST_MESSAGE = 1000
+_INPUT_FILES = ("prompts", "text", "validation", "reference", "source", "pairs")
+_OUTPUT_FILES = ("json", "csv", "html")
 
 
 class Command(Protocol):
@@ -42,7 +46,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints one line to stderr and exits with 2."""
-        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        _fail(self.prog, f"{message} (see {self.prog} --help)", BAD_INPUT)
+        self.exit(BAD_INPUT)
+
+    def print_help(self, file: Any = None) -> None:
+        """Prints the help; unlike argparse's own, it does not hide that this failed."""
+        (file or sys.stdout).write(self.format_help())
 
 
 def run_guarded(
@@ -62,40 +71,64 @@ def run_guarded(
     _prepare_streams()
     debug = "--debug" in argv
     try:
-        arguments = (parser or command.build_parser(prog)).parse_args(list(argv))
+        try:
+            arguments = (parser or command.build_parser(prog)).parse_args(list(argv))
+        except SystemExit as stop:
+            sys.stdout.flush()
+            return stop.code if isinstance(stop.code, int) else UNEXPECTED
         if command is None:
             return 0
+        _require_inputs_kept(arguments)
         with _quiet_libraries(debug):
             command.run(arguments)
         sys.stdout.flush()
         return 0
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else UNEXPECTED
-    except KeyboardInterrupt:
-        return _fail(prog, "interrupted", INTERRUPTED)
+    except KeyboardInterrupt as stop:
+        return _fail(prog, ": ".join(["interrupted", *map(str, stop.args)]), INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output has gone; leave without a word, as `head` expects.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_unwritten()
         return 0
     except (ResidPatchingError, OSError) as error:
         if debug:
             traceback.print_exc()
-        return _fail(prog, str(error), BAD_INPUT)
+        lost = "standard output cannot be written: " if _drop_unwritten() else ""
+        return _fail(prog, f"{lost}{error}", BAD_INPUT)
     except Exception as error:
         if debug:
             traceback.print_exc()
         return _fail(prog, f"{type(error).__name__}: {error} (--debug shows where)", UNEXPECTED)
 
 
+def _drop_unwritten() -> bool:
+    """Drops what stdout cannot take, which Python would try again at exit; whether there is any."""
+    try:
+        sys.stdout.flush()
+        return False
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+
+
 def _fail(prog: str, message: str, code: int) -> int:
-    line = " ".join(message.split())
-    print(f"{prog}: error: {printable(line)}", file=sys.stderr)
+    line = printable(" ".join(message.split()))
+    if len(line) > _LONGEST_MESSAGE:  # what to do stands at its end
+        half = _LONGEST_MESSAGE // 2
+        line = f"{line[:half]} ... {line[-half:]}"
+    with contextlib.suppress(OSError):
+        print(f"{prog}: error: {line}", file=sys.stderr)
     return code
 
 
 def _prepare_streams() -> None:
-    """Characters that a terminal or pipe cannot show become escapes instead of a crash."""
+    """Characters that a terminal or pipe cannot show become escapes instead of a crash.
+
+    A stream that was closed before the start (`>&-`) swallows what is written to it.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError, OSError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -196,10 +229,31 @@ def require_writable(*paths: str | None) -> None:
             raise UsageError(f"{path} is a folder; give the name of a file")
         if not path.parent.is_dir():
             raise UsageError(f"{path} cannot be written: there is no folder {path.parent}")
-        if not os.access(path.parent, os.W_OK):
+        if path.exists() and not os.access(path, os.W_OK):
+            raise UsageError(f"{path} cannot be written: it is read-only")
+        if not _is_special(path) and not os.access(path.parent, os.W_OK):
             raise UsageError(f"{path} cannot be written: no permission in {path.parent}")
-    if len(set(map(Path.absolute, given))) < len(given):
+    if len(set(map(os.path.realpath, given))) < len(given):
         raise UsageError(f"{given[0]} was given for two outputs; they need different names")
+
+
+def _is_special(path: Path) -> bool:
+    """Whether it is a pipe or a device, such as /dev/null: nothing is made beside it."""
+    return path.exists() and not path.is_file()
+
+
+def _require_inputs_kept(arguments: argparse.Namespace) -> None:
+    """Refuses to write a result over a file that the command reads."""
+    flags = vars(arguments)
+    read = {
+        os.path.realpath(path): name
+        for name in _INPUT_FILES
+        if isinstance(path := flags.get(name), str) and Path(path).is_file()
+    }
+    for name in _OUTPUT_FILES:
+        path = flags.get(name)
+        if path is not None and (reader := read.get(os.path.realpath(path))) is not None:
+            raise UsageError(f"--{name} {path} is the file that --{reader} reads; give another")
 
 
 def read_lines(path: str) -> list[str]:
@@ -222,10 +276,28 @@ def read_lines(path: str) -> list[str]:
     return [line.removesuffix("\r") for line in lines]
 
 
+def given_text(argument: str) -> str:
+    """A text as it was typed, whatever the locale: arguments are UTF-8.
+
+    Raises:
+        argparse.ArgumentTypeError: they are not.
+    """
+    if not any("\ud800" <= character <= "\udfff" for character in argument):
+        return argument
+    try:  # Python keeps bytes that the locale cannot read as halves of characters.
+        return os.fsencode(argument).decode("utf-8")
+    except UnicodeError:
+        raise argparse.ArgumentTypeError(f"{argument!r} is not UTF-8 text") from None
+
+
 def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that give prompts."""
     parser.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times"
+        "--prompt",
+        action="append",
+        type=given_text,
+        metavar="TEXT",
+        help="a prompt; may be given several times",
     )
     parser.add_argument(
         "--prompts",
@@ -239,12 +311,14 @@ def add_answer_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--answer",
         action="append",
+        type=given_text,
         metavar="TOKEN",
         help="the token scored, leading space included; once, or once for each prompt",
     )
     parser.add_argument(
         "--foil",
         action="append",
+        type=given_text,
         metavar="TOKEN",
         help="the token it is scored against; once, or once for each prompt",
     )
@@ -363,6 +437,10 @@ def console() -> Console:
             """Leaves a closed pipe to `run_guarded`; rich itself would exit with 1."""
             raise BrokenPipeError
 
+        def render_str(self, text: str, **options: Any) -> Any:
+            """Text with control characters as escapes, whatever file or model it names."""
+            return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
+
     width = None if sys.stdout.isatty() else 100
     return LiteralConsole(
         file=sys.stdout, markup=False, emoji=False, highlight=False, width=width, soft_wrap=False
@@ -378,6 +456,19 @@ def fancy() -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
+
+
+def shades(out: Console) -> bool:
+    """Whether cells are shaded: with few colours, text would vanish in its background."""
+    return fancy() and not out.no_color and out.color_system in ("256", "truecolor")
+
+
+def csv_text(frame: Any) -> str:
+    """A frame as CSV.
+
+    All texts are in quotes: pandas leaves a token with a carriage return bare, which ends a line.
+    """
+    return frame.to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC)
 
 
 def bar(value: float, largest: float, width: int = 16) -> str:

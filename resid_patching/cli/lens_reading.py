@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from resid_patching.cli.frame import UsageError
+from resid_patching.cli.frame import UsageError, csv_text
 
 if TYPE_CHECKING:
     from resid_patching.lens.readout import LensReadout
@@ -249,8 +248,7 @@ def _as_csv(readings: Sequence[Reading]) -> str:
     import pandas
 
     frame = pandas.concat([_frame(reading) for reading in readings])
-    # All texts in quotes: pandas leaves a token with a carriage return bare, which ends a line.
-    return frame.to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC)
+    return csv_text(frame)
 
 
 def _frame(reading: Reading) -> Any:

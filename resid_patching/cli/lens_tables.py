@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from resid_patching.cli.effects import rich_text
-from resid_patching.cli.frame import fancy, new_table, print_line, quoted
+from resid_patching.cli.frame import new_table, print_line, quoted, shades
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,11 +39,6 @@ def print_notes(out: Console, *, logit: bool, tuned: bool) -> None:
         out.print("A tuned lens says what can be read linearly from a state, not what causes what.")
 
 
-def _shades(out: Console) -> bool:
-    """Whether cells are shaded: with few colours, text would vanish in its background."""
-    return fancy() and not out.no_color and out.color_system in ("256", "truecolor")
-
-
 # A table of all positions
 
 
@@ -56,12 +51,12 @@ def print_grid(out: Console, reading: Reading, number: int, first: int | None) -
         number: which prompt.
         first: the first position shown; None for as many of the last as fit.
     """
-    shades = _shades(out)
+    shaded = shades(out)
     length = len(reading.top.token_texts[number])
-    columns = [_top_column(reading, number, place, shades) for place in range(length)]
+    columns = [_top_column(reading, number, place, shaded) for place in range(length)]
     cells = [list(row) for row in zip(*columns, strict=True)]
     out.print()
-    how = "darker where more probable" if shades else "with its probability"
+    how = "darker where more probable" if shaded else "with its probability"
     out.print(f"{reading.name}: top token by layer, for what follows each position, {how}")
     _print_cells(out, reading, number, cells, first)
     for scored in reading.scored:
@@ -77,13 +72,13 @@ def print_grid(out: Console, reading: Reading, number: int, first: int | None) -
         _print_cells(out, reading, number, ranks, first)
 
 
-def _top_column(reading: Reading, number: int, place: int, shades: bool) -> list[_Cell]:
+def _top_column(reading: Reading, number: int, place: int, shaded: bool) -> list[_Cell]:
     from rich.cells import cell_len, set_cell_size
 
     names = dict(reading.top.texts)
     texts = [clipped(names[token]) for token in reading.top.ids[:, number, place, 0].tolist()]
     probs = reading.top.values[:, number, place, 0].tolist()
-    if not shades:
+    if not shaded:
         width = max(map(cell_len, texts))
         texts = [
             f"{set_cell_size(text, width)} {prob:>4.0%}"
@@ -132,11 +127,11 @@ def _that_fit(widths: list[int], room: int, first: int | None) -> range:
 def _print_row(out: Console, label: str, left: int, cells: list[_Cell], widths: list[int]) -> None:
     from rich.cells import set_cell_size
 
-    shades = _shades(out) and label
+    shaded = shades(out) and label
     line = rich_text(f"{label:<{left}}")
     for number, (cell, width) in enumerate(zip(cells, widths, strict=True)):
         line.append(" " if number else "")
-        line.append(set_cell_size(cell.text, width), _shade(cell.share) if shades else "")
+        line.append(set_cell_size(cell.text, width), _shade(cell.share) if shaded else "")
     line.rstrip()
     out.print(line, soft_wrap=True)
 

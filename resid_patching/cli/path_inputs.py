@@ -7,7 +7,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from resid_patching.cli.frame import UsageError, add_answer_flags, count, spread
+from resid_patching.cli.frame import (
+    UsageError,
+    add_answer_flags,
+    count,
+    given_text,
+    spread,
+)
 from resid_patching.cli.scores import ANSWERED, METRICS, metric_name
 
 if TYPE_CHECKING:
@@ -93,11 +99,16 @@ def add_pair_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that give pairs of prompts."""
     group = parser.add_argument_group("prompts")
     group.add_argument(
-        "--base", action="append", metavar="TEXT", help="the prompt that is run and changed"
+        "--base",
+        action="append",
+        type=given_text,
+        metavar="TEXT",
+        help="the prompt that is run and changed",
     )
     group.add_argument(
         "--source",
         action="append",
+        type=given_text,
         metavar="TEXT",
         help="the prompt that other values come from: one for each --base, or with --using mean "
         "as many as the mean is taken over",

@@ -14,6 +14,7 @@ from resid_patching.cli.frame import (
     add_output_flags,
     console,
     count,
+    csv_text,
     load_model,
     require_writable,
 )
@@ -256,4 +257,4 @@ def _as_csv(found: Found) -> str:
     frame = found.effect.to_frame()
     if found.linearised is not None:
         frame["linearised"] = found.linearised.detach().cpu().double().flatten().numpy()
-    return frame.to_csv(index=False)
+    return csv_text(frame)

@@ -16,6 +16,7 @@ from resid_patching.cli.frame import (
     add_prompt_flags,
     bar,
     console,
+    csv_text,
     load_model,
     new_table,
     print_model,
@@ -127,7 +128,7 @@ def _as_csv(clean: StreamReport, changed: StreamReport | None) -> str:
         for report in (clean, changed)
         if report is not None
     ]
-    return pandas.concat(frames).to_csv(index=False)
+    return csv_text(pandas.concat(frames))
 
 
 def _print(

@@ -171,7 +171,9 @@ def require_text(path: str) -> None:
         UsageError: missing, a folder, or empty.
     """
     if not Path(path).is_file():
-        found = "is a folder" if Path(path).is_dir() else "does not exist"
+        found = "does not exist"
+        if Path(path).exists():
+            found = "is a folder" if Path(path).is_dir() else "is a pipe or device"
         raise UsageError(f"{path} {found}; give a UTF-8 text file")
     if Path(path).stat().st_size == 0:
         raise UsageError(f"{path} holds no text")

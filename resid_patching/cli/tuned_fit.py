@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resid_patching.cli.frame import (
     UsageError,
     console,
+    csv_text,
     load_model,
     print_line,
     print_model,
@@ -42,10 +42,13 @@ def fit(arguments: argparse.Namespace) -> None:
     from resid_patching.models import ModelView
 
     view = ModelView(model)
-    lens = _fit(view, texts, validation, arguments)
-    lens.save(arguments.out)
-    _write(lens, arguments, stand_in)
-    _print(view, lens, arguments, stand_in)
+    try:
+        lens = _fit(view, texts, validation, arguments)
+        lens.save(arguments.out)
+        _write(lens, arguments, stand_in)
+        _print(view, lens, arguments, stand_in)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_what_is_left(arguments)) from None
 
 
 # What was asked
@@ -150,43 +153,41 @@ def _dataset(arguments: argparse.Namespace) -> Any:
 def _fit(view: ModelView, texts: Any, validation: Any, arguments: argparse.Namespace) -> TunedLens:
     from resid_patching.lens.fit import fit_tuned_lens
 
-    try:
-        return fit_tuned_lens(
-            view,
-            texts,
-            tokens=arguments.tokens,
-            validation=validation,
-            validation_tokens=arguments.validation_tokens,
-            length=arguments.length,
-            text_key=arguments.text_key or "text",
-            prepend_bos=arguments.prepend_bos,
-            site=arguments.site,
-            ridge=arguments.ridge,
-            steps=arguments.steps,
-            step_tokens=arguments.step_tokens,
-            optimizer=arguments.optimizer,
-            rate=arguments.rate,
-            products=arguments.products,
-            seed=arguments.seed,
-            folder=arguments.out,
-            save_every=arguments.save_every,
-        )
-    except KeyboardInterrupt:
-        _say_what_is_left(arguments)
-        raise
+    return fit_tuned_lens(
+        view,
+        texts,
+        tokens=arguments.tokens,
+        validation=validation,
+        validation_tokens=arguments.validation_tokens,
+        length=arguments.length,
+        text_key=arguments.text_key or "text",
+        prepend_bos=arguments.prepend_bos,
+        site=arguments.site,
+        ridge=arguments.ridge,
+        steps=arguments.steps,
+        step_tokens=arguments.step_tokens,
+        optimizer=arguments.optimizer,
+        rate=arguments.rate,
+        products=arguments.products,
+        seed=arguments.seed,
+        folder=arguments.out,
+        save_every=arguments.save_every,
+    )
 
 
-def _say_what_is_left(arguments: argparse.Namespace) -> None:
-    from resid_patching.lens import resume
+def _what_is_left(arguments: argparse.Namespace) -> str:
+    from resid_patching.lens import checkpoint, resume
 
-    about, _ = resume.read(Path(arguments.out))
-    left = "nothing was written"
-    if about is not None:
-        left = (
-            f"{arguments.out} holds the fit as of step {about['step']} of {arguments.steps}; the "
-            "same command with --resume goes on with it"
-        )
-    print(left, file=sys.stderr)
+    out = Path(arguments.out)
+    about, _ = resume.read(out)
+    if about is None:
+        if (out / checkpoint.PARAMS).is_file():
+            return f"{out} holds the lens, finished"
+        return "nothing was written"
+    return (
+        f"{arguments.out} holds the fit as of step {about['step']} of {arguments.steps}; the "
+        "same command with --resume goes on with it"
+    )
 
 
 # What was found
@@ -219,7 +220,7 @@ def _write(lens: TunedLens, arguments: argparse.Namespace, stand_in: str | None)
 
         columns = {name.replace(" ", "_"): values for name, values in _columns(lens).items()}
         frame = pandas.DataFrame({"layer": lens.labels, **columns})
-        write_text(arguments.csv, frame.to_csv(index=False))
+        write_text(arguments.csv, csv_text(frame))
 
 
 def _print(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from resid_patching.cli.frame import (
     UsageError,
     console,
+    csv_text,
     load_model,
     print_line,
     print_model,
@@ -167,7 +168,7 @@ def _write_csv(lens: TunedLens, columns: dict[str, list[Any]], path: str) -> Non
     from resid_patching.result import write_text
 
     named = {name.replace(" ", "_"): values for name, values in columns.items()}
-    write_text(path, pandas.DataFrame({"layer": lens.labels, **named}).to_csv(index=False))
+    write_text(path, csv_text(pandas.DataFrame({"layer": lens.labels, **named})))
 
 
 # show

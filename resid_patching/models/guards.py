@@ -8,14 +8,15 @@ On a short input of the model's own vocabulary:
     our final norm and unembedding of the last state = the model's logits
     sum of heads + b_O = attn_out,  sum of neurons + b_out = mlp_out
 
-Where one fails, the analyses that need it refuse the model by name; the others go on.
+Weights that are NaN or infinite are refused before that. Where an identity fails, the analyses
+that need it refuse the model by name; the others go on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from resid_patching.errors import (
     HeadMismatchError,
     HookNotFiredError,
     NeuronMismatchError,
+    NotFiniteError,
     ReadoutMismatchError,
     StreamMismatchError,
     UnsupportedModelError,
@@ -55,6 +57,7 @@ def require(view: ModelView, *capabilities: Capability) -> None:
 
     Raises:
         TrainingModeError: dropout is on.
+        NotFiniteError: weights are NaN or infinite.
         StreamMismatchError, ReadoutMismatchError, HeadMismatchError, NeuronMismatchError: the
             identity that the analysis stands on does not hold.
     """
@@ -107,7 +110,37 @@ def _centred(weight: Tensor | None, dim: int) -> bool:
     return bool(weight.mean(dim).abs().max() < 1e-4 * weight.pow(2).mean().sqrt())
 
 
+def require_finite(model: torch.nn.Module, name: str) -> None:
+    """Refuses a model some of whose parameters are NaN or infinite.
+
+    Args:
+        model: the model.
+        name: how the message calls it.
+
+    Raises:
+        NotFiniteError: the first such parameter is named.
+    """
+    found = [key for key, weights in model.named_parameters() if not _finite(weights.detach())]
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        first = found[0].replace("._original_component", "")  # as TransformerBridge keeps them
+        raise NotFiniteError(
+            f"{name} has weights that are NaN or infinite, in {first}{more}, so no number it "
+            "gives could be trusted. Load it in float32 or bfloat16, or get its file again."
+        )
+
+
+def _finite(weights: Tensor) -> bool:
+    # The extremes are far quicker than isfinite; either is NaN where any entry is.
+    return weights.numel() == 0 or bool(torch.stack(weights.aminmax()).isfinite().all())
+
+
 def _examine(view: ModelView, found: Report) -> None:
+    try:
+        require_finite(view.model, view.name)
+    except NotFiniteError as error:
+        found.failures |= dict.fromkeys(get_args(Capability), error.with_traceback(None))
+        return
     if getattr(view.cfg, "attention_dir", "causal") != "causal":
         found.failures["stream"] = StreamMismatchError(
             f"{view.name} attends in both directions (an encoder); the analyses here are for "

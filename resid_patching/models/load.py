@@ -25,8 +25,10 @@ from resid_patching.errors import (
     BackendWarning,
     HubUnreachableError,
     ModelNotFoundError,
+    NotFiniteError,
     UnsupportedModelError,
 )
+from resid_patching.models.guards import require_finite
 from resid_patching.models.view import note_revision
 
 Processing = Literal["raw", "folded"]
@@ -65,6 +67,7 @@ def load(
         ModelNotFoundError: no such folder or name.
         HubUnreachableError: not in the cache, and the hub does not answer within seconds.
         UnsupportedModelError: the backend asked for cannot build this model.
+        NotFiniteError: its weights are NaN or infinite.
     """
     _require_choice("processing", processing, ("raw", "folded"))
     _require_choice("backend", backend, ("auto", "hooked", "bridge"))
@@ -79,6 +82,7 @@ def load(
     # Loaders draw weights before they read them; the caller's random numbers stay as they are.
     with _quiet(), _hub_state(hub_name), torch.random.fork_rng(devices=[]):
         model = _build(folder_or_name, path is not None, device, dtype, processing, backend)
+    require_finite(model, folder_or_name)
     model.eval()
     if hub_name is not None and (config := _cached_config(hub_name)) is not None:
         note_revision(model, config.parent.name)  # snapshots/<commit>/config.json
@@ -124,12 +128,13 @@ def _build(
     processing: Processing,
     backend: Backend,
 ) -> Any:
+    problem = None
     if backend != "bridge" and (hooked := _hooked_transformer()) is not None:
         try:
             if not is_folder and _is_alias(source):
                 return _hooked_from_hub(hooked, source, device, dtype, processing)
             return _hooked_from_hugging_face(hooked, source, device, dtype, processing)
-        except (HubUnreachableError, ModelNotFoundError):
+        except (HubUnreachableError, ModelNotFoundError, NotFiniteError):
             raise
         except Exception as error:
             if backend == "hooked":
@@ -137,13 +142,15 @@ def _build(
                     f"HookedTransformer cannot build {source}: {_one_line(error)}. "
                     "Use backend='bridge'."
                 ) from error
-            warnings.warn(
-                f"HookedTransformer cannot build {source} ({_one_line(error)}); loaded as a "
-                "TransformerBridge",
-                BackendWarning,
-                stacklevel=4,
-            )
-    return _bridge(source, device, dtype, processing)
+            problem = _one_line(error)
+    model = _bridge(source, device, dtype, processing)
+    if problem is not None:
+        warnings.warn(
+            f"HookedTransformer cannot build {source} ({problem}); loaded as a TransformerBridge",
+            BackendWarning,
+            stacklevel=4,
+        )
+    return model
 
 
 def _hooked_transformer() -> Any | None:
@@ -190,6 +197,7 @@ def _hooked_from_hugging_face(
     from transformer_lens import loading_from_pretrained as loading  # type: ignore[attr-defined]
 
     original = _hugging_face_model(source, dtype)
+    require_finite(original, source)
     with _neutral_folder(original.config) as neutral:
         options = _fold_options(processing)
         cfg = loading.get_pretrained_model_config(
