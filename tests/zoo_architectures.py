@@ -11,6 +11,7 @@ that raises an error of the package is a refusal, and any other error is a failu
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import re
 import tempfile
@@ -72,8 +73,8 @@ BRIDGES = (
     Architecture("BLOOM", "bloom", 1e-5),
     Architecture("MPT", "mpt", 1e-5),
     Architecture("Falcon", "falcon"),
-    Architecture("Llama", "llama"),
-    Architecture("Llama, grouped heads", "llama_grouped"),
+    Architecture("Llama with biases", "llama"),
+    Architecture("Llama", "llama_grouped"),
     Architecture("Mistral (sliding window)", "mistral"),
     Architecture("Mixtral (experts)", "mixtral"),
     Architecture("Qwen2 (attention bias)", "qwen2"),
@@ -490,11 +491,8 @@ def ablation(sites: Callable[[Subject], list[str]]) -> Check:
     """Every kind does what hooks and whole passes do; each site by itself, and all together."""
 
     def check(subject: Subject) -> Iterator[Case]:
-        names = sites(subject)
-        for site in names:
-            yield functools.partial(_ablate, subject, [site], "zero")
-        for kind in ("mean", "resample"):
-            yield from [functools.partial(_ablate, subject, names, kind)] if names else []
+        for kind in ("zero", "mean", "resample"):
+            yield functools.partial(_ablate, subject, sites(subject), kind)
 
     return check
 
@@ -515,14 +513,14 @@ def _ablate(subject: Subject, sites: list[str], kind: str) -> None:
     positions, metric, score = (4, everywhere, everywhere)
     if kind == "mean":
         positions, metric, score = (None, DIFF, difference)
-    effect = rp.ablate(
-        subject.run, sites, how, metric=metric, positions=positions, joint=len(sites) > 1
-    )
-    total, direct = subject.base.changed(sites, positions, new)
+    together = kind != "zero"
+    effect = rp.ablate(subject.run, sites, how, metric=metric, positions=positions, joint=together)
     clean = score(subject.base.clean)
     subject.close(effect.baseline, clean)
-    subject.close(effect.total[0], score(total) - clean)
-    subject.close(effect.direct[0], score(direct) - clean)
+    for row, targets in enumerate([sites] if together else [[site] for site in sites]):
+        total, direct = subject.base.changed(targets, positions, new)
+        subject.close(effect.total[row], score(total) - clean)
+        subject.close(effect.direct[row], score(direct) - clean)
     if kind == "zero" or not sites[0].endswith("bias"):  # a bias is the same in every run
         subject.strong(effect.total)
 
@@ -563,13 +561,13 @@ def both(*checks: Check) -> Check:
 
 
 def layers_and_states(subject: Subject) -> list[str]:
-    found = ["embed", f"attn.{LAYER}", f"mlp.{LAYER}", f"resid_pre.{LAYER}", f"resid_post.{LAYER}"]
+    found = ["embed", f"attn.{LAYER}", f"mlp.{LAYER}", f"resid_post.{LAYER}"]
     found += ["pos_embed"] * subject.view.has_pos_embed
     return found + [f"resid_mid.{LAYER}"] * (not subject.view.parallel)
 
 
 def heads(subject: Subject) -> list[str]:
-    return [f"{LAYER}.2", "0.1", f"{LAYER}.0"]
+    return [f"{LAYER}.2", "0.1"]
 
 
 def neurons(subject: Subject) -> list[str]:
@@ -601,60 +599,57 @@ def paths(senders: Callable[[Subject], list[str]], readers: Callable[[Subject], 
 
     def check(subject: Subject) -> Iterator[Case]:
         for mlps in ("freeze", "recompute"):
-            for sender in senders(subject):
-                yield functools.partial(_patch, subject, sender, readers(subject), mlps)
+            yield functools.partial(_patch, subject, senders(subject), readers(subject), mlps)
 
     return check
 
 
-def _patch(subject: Subject, sender: str, reading: list[str], mlps: str) -> None:
+def _patch(subject: Subject, sending: list[str], reading: list[str], mlps: str) -> None:
     using = rp.Resample(subject.source, pairing="rowwise")
     positions, metric, score = (4, everywhere, everywhere)
     if mlps == "freeze":
         positions, metric, score = (None, DIFF, difference)
     how = rp.Path(to=rp.readers(*reading), using=using, mlps=mlps)
-    effect = rp.ablate(subject.run, sender, how, metric=metric, positions=positions)
+    effect = rp.ablate(subject.run, sending, how, metric=metric, positions=positions)
     clean = score(subject.base.clean)
-    for column, reader in enumerate(reading):
-        args = (sender, [reader], subject.other.value, positions, mlps)
-        total, direct = subject.base.sent(*args)
-        subject.close(effect.total[0, column], score(total) - clean)
-        subject.close(effect.direct[0, column], score(direct) - clean)
+    for row, sender in enumerate(sending):
+        for column, reader in enumerate(reading):
+            args = (sender, [reader], subject.other.value, positions, mlps)
+            total, direct = subject.base.sent(*args)
+            subject.close(effect.total[row, column], score(total) - clean)
+            subject.close(effect.direct[row, column], score(direct) - clean)
     subject.strong(effect.total.flatten(0, -2))
-    own = rp.Path(
-        to=rp.readers(*reading), using=rp.Resample(subject.run, pairing="rowwise"), mlps=mlps
-    )
-    assert not rp.ablate(subject.run, sender, own, metric=DIFF).total.any()
+    if mlps == "recompute":
+        own = dataclasses.replace(how, using=rp.Resample(subject.run, pairing="rowwise"))
+        assert not rp.ablate(subject.run, sending, own, metric=DIFF).total.any()
 
 
-def whole_stream(readers: Callable[[Subject], list[str]]) -> Check:
-    """All writers before a reader, sent together, give it its value in the source run."""
+def whole_stream(*readers: str) -> Check:
+    """All writers before readers, sent together, give them their values in the source run."""
 
     def check(subject: Subject) -> Iterator[Case]:
-        for reader in readers(subject):
-            yield functools.partial(_send_all, subject, reader)
+        def send() -> None:
+            layer, stage = slow_paths.reads_at(readers[0], subject.n_layers, subject.view.parallel)
+            senders = ["embed"] + ["pos_embed"] * subject.view.has_pos_embed
+            for before in range(min(layer + 1, subject.n_layers)):
+                senders += [f"attn.{before}"] * ((before, 1) < (layer, stage))
+                senders += [f"mlp.{before}"] * ((before, 3) < (layer, stage))
+            using = rp.Resample(subject.source, pairing="rowwise")
+            how = rp.Path(to=rp.readers(*readers), using=using, mlps="freeze")
+            sent = rp.ablate(subject.run, senders, how, metric=DIFF, joint=True)
+            if readers == ("logits",):
+                subject.close(sent.patched[0, 0], difference(subject.other.clean))
+                return
+            put = rp.ablate(
+                subject.run, [r.removesuffix(".in") for r in readers], using, metric=DIFF
+            )
+            subject.close(sent.total[0], put.total)
+            subject.close(sent.direct[0], put.direct)
+            subject.strong(sent.total[0])
+
+        yield send
 
     return check
-
-
-def _send_all(subject: Subject, reader: str) -> None:
-    layer, stage = slow_paths.reads_at(reader, subject.n_layers, subject.view.parallel)
-    senders = ["embed"] + ["pos_embed"] * subject.view.has_pos_embed
-    for before in range(layer + 1):
-        senders += [f"attn.{before}"] * ((before, 1) < (layer, stage))
-        senders += [f"mlp.{before}"] * ((before, 3) < (layer, stage))
-    using = rp.Resample(subject.source, pairing="rowwise")
-    how = rp.Path(to=reader, using=using, mlps="freeze")
-    sent = rp.ablate(subject.run, senders, how, metric=DIFF, joint=True)
-    if reader == "logits":
-        subject.close(sent.patched[0], rp.measure(subject.source, DIFF))
-        subject.close(sent.patched[0], difference(subject.other.clean))
-        return
-    sites = {"mlp": reader.removesuffix(".in")}.get(reader.split(".")[0], reader)
-    put = rp.ablate(subject.run, sites, using, metric=DIFF)
-    subject.close(sent.total, put.total)
-    subject.close(sent.direct, put.direct)
-    subject.strong(sent.total)
 
 
 def to_stream(subject: Subject) -> list[str]:
@@ -667,7 +662,7 @@ def to_heads(subject: Subject) -> list[str]:
 
 
 def few_layers(subject: Subject) -> list[str]:
-    return ["embed", f"attn.{LAYER}", "mlp.0"]
+    return [f"attn.{LAYER}", "mlp.0"]
 
 
 def one_head(subject: Subject) -> list[str]:
@@ -719,10 +714,14 @@ COLUMNS: dict[str, Check] = {
     "ablate: biases": biases,
     "ablate: q, k, v": ablation(queries_keys_values),
     "ablate: pattern": ablation(patterns),
-    "paths from layers": both(paths(few_layers, to_stream), whole_stream(to_stream)),
+    "paths from layers": both(
+        paths(few_layers, to_stream), whole_stream("logits"), whole_stream("mlp.2.in")
+    ),
     "paths from heads": paths(one_head, to_stream),
     "paths from neurons": paths(one_neuron, to_stream),
-    "paths to q, k, v": both(paths(few_layers, to_heads), whole_stream(to_heads)),
+    "paths to q, k, v": both(
+        paths(few_layers, to_heads), whole_stream("2.1.q", "2.0.k", "2.0.v", "resid_pre.2")
+    ),
     "linearised paths": linearised,
 }
 ROUTE = "route"
