@@ -3,6 +3,7 @@
 import dataclasses
 import os
 
+import jaxtyping
 import pytest
 import torch
 import zoo
@@ -28,6 +29,16 @@ GPT2 = BRIDGES[0]
 EVERY = not zoo.HAS_HOOKED or os.environ.get("RESID_PATCHING_EVERY_BRIDGE") == "1"
 FEW = ("gptj", "opt", "bloom", "mixtral", "gemma2", "granite_unscaled", "cohere")
 """Bridges that are measured again where HookedTransformer is: one for each way to be odd."""
+
+
+@pytest.fixture(autouse=True)
+def without_shape_checks():
+    """Checks of every annotated shape cost more than all that is tested here; others have them."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
 
 REWRITE = "if this is as it should be, write the table anew: python scripts/model_table.py"
 
