@@ -172,6 +172,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "neox_sequential": lambda: transformers.GPTNeoXConfig(
         **_NEOX_LIKE, use_parallel_residual=False
     ),
+    "pythia": lambda: transformers.GPTNeoXConfig(
+        **_NEOX_LIKE,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
     "llama": lambda: transformers.LlamaConfig(
         **_RMS_LIKE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),
@@ -184,6 +192,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma": lambda: transformers.GemmaConfig(**_RMS_LIKE, num_key_value_heads=1, head_dim=8),
     "gptj": lambda: transformers.GPTJConfig(**_GPT2_LIKE, rotary_dim=4),
     "phi": lambda: transformers.PhiConfig(**_NEOX_LIKE),
+    "phi3": lambda: transformers.Phi3Config(
+        **_RMS_LIKE, num_key_value_heads=2, sliding_window=4, pad_token_id=0
+    ),
     "opt": lambda: transformers.OPTConfig(
         hidden_size=D_MODEL,
         num_hidden_layers=N_LAYERS,
@@ -227,14 +238,27 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         sliding_window=8,
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
-        **_RMS_LIKE, num_key_value_heads=1, head_dim=8, sliding_window=8
+        **_RMS_LIKE,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
-    "olmo2": lambda: transformers.Olmo2Config(**_RMS_LIKE),
+    "olmo": lambda: transformers.OlmoConfig(**_LLAMA_LIKE),
+    "olmo2": lambda: transformers.Olmo2Config(**_RMS_LIKE, attention_bias=True),
     "mixtral": lambda: transformers.MixtralConfig(
         **_RMS_LIKE, num_key_value_heads=2, num_local_experts=4
     ),
     "granite": lambda: transformers.GraniteConfig(
         **_RMS_LIKE, residual_multiplier=0.3, embedding_multiplier=2.0, logits_scaling=3.0
+    ),
+    "granite_unscaled": lambda: transformers.GraniteConfig(
+        **_RMS_LIKE,
+        residual_multiplier=0.3,
+        embedding_multiplier=2.0,
+        logits_scaling=1.0,
+        attention_bias=True,
+        mlp_bias=True,
     ),
     "cohere": lambda: transformers.CohereConfig(**_NEOX_LIKE, logit_scale=0.25),
     "bert": lambda: transformers.BertConfig(**_LLAMA_LIKE, is_decoder=False),

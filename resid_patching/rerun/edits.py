@@ -36,7 +36,7 @@ from resid_patching.address import (
     hook_name,
 )
 from resid_patching.errors import AddressError, UnsupportedModelError
-from resid_patching.models import Memory, ModelView
+from resid_patching.models import Memory, ModelView, report
 from resid_patching.prompts import PositionIndex
 
 Fill = Callable[[slice, Tensor], Tensor]
@@ -143,9 +143,21 @@ def _require_part(view: ModelView, site: Address) -> None:
         raise AddressError(f"{site} does not exist in {view.name}: {why}. Use resid_pre or _post.")
     if isinstance(site, PosEmbed) and not view.has_pos_embed:
         raise AddressError(f"pos_embed does not exist: {view.name} adds no learned position")
+    if isinstance(site, AttnBias | MLPBias):
+        _require_added(view, site)
     name = clean_hook(site)
     if name is not None and name not in view.hook_points:
         raise AddressError(f"{site} cannot be read: {view.name} ({view.kind}) has no hook {name}")
+
+
+def _require_added(view: ModelView, bias: AttnBias | MLPBias) -> None:
+    """Raises where a norm or a factor stands between a bias and the stream."""
+    parts, write = ("heads", "attn") if isinstance(bias, AttnBias) else ("neurons", "mlp")
+    if failure := report(view).failures.get(parts):
+        raise type(failure)(
+            f"{bias} cannot be replaced: in {view.name} ({view.kind}) {parts} and bias do not sum "
+            f"to what the layer adds to the stream. Replace {write}.{bias.layer}, the whole write."
+        )
 
 
 _acting: Memory[set[str]] = Memory(lambda view: set())

@@ -53,7 +53,7 @@ def record(model, tokens, senders, new, positions, mlps, readers, cache, weights
     with torch.no_grad(), contextlib.ExitStack() as watch:
         hooks = [*own_hooks, *held(senders, new, positions, mlps, cache, weights)]
         for reader in readers:
-            hooks += noting(model, reader, noted, watch)
+            hooks += noting(model, reader, tokens.shape, noted, watch)
         model.run_with_hooks(tokens, fwd_hooks=hooks)
     assert noted.keys() == set(readers)
     return noted
@@ -82,13 +82,13 @@ def held(senders, new, positions, mlps, cache, weights) -> list:
     return hooks
 
 
-def noting(model, reader: str, noted: dict, watch: contextlib.ExitStack) -> list:
+def noting(model, reader: str, shape, noted: dict, watch: contextlib.ExitStack) -> list:
     """Return hooks that note what a reader reads; for an MLP, watch its module's argument."""
     if reader.startswith("mlp"):
-        module = model.blocks[int(reader.split(".")[1])].mlp
+        module = called_mlp(model, int(reader.split(".")[1]))
 
         def before(module, args):
-            noted[reader] = args[0].clone()
+            noted[reader] = args[0].reshape(*shape, -1).clone()
 
         watch.callback(module.register_forward_pre_hook(before).remove)
         return []
@@ -98,6 +98,13 @@ def noting(model, reader: str, noted: dict, watch: contextlib.ExitStack) -> list
         noted[reader] = (activation if slot is None else activation[:, :, slot]).clone()
 
     return [(hook, function)]
+
+
+def called_mlp(model, layer: int):
+    """Return the module that an MLP's input goes into; OPT calls its two matrices alone."""
+    mlp = model.blocks[layer].mlp
+    alone = getattr(model.cfg, "architecture", None) == "OPTForCausalLM"
+    return getattr(mlp, "in") if alone else mlp
 
 
 def where_of(model, reader: str) -> tuple[str, int | None]:
@@ -123,11 +130,11 @@ def setting(model, readers, noted, positions, watch: contextlib.ExitStack) -> li
     hooks = []
     for reader in sorted(readers, key=lambda reader: reader.startswith("resid_mid")):
         if reader.startswith("mlp"):
-            module = model.blocks[int(reader.split(".")[1])].mlp
-            put = putting(positions, noted[reader])
+            module = called_mlp(model, int(reader.split(".")[1]))
+            put, shape = putting(positions, noted[reader]), noted[reader].shape
 
-            def before(module, args, put=put):
-                return (put(args[0], None), *args[1:])
+            def before(module, args, put=put, shape=shape):
+                return (put(args[0].reshape(shape), None).reshape(args[0].shape), *args[1:])
 
             watch.callback(module.register_forward_pre_hook(before).remove)
         elif reader.startswith("resid_mid"):
