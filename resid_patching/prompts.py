@@ -325,6 +325,7 @@ def _warn_missing_space(view: ModelView, token: Token, prompt: str | None, what:
 def token_ids(view: ModelView, text: str) -> list[int]:
     """The ids of a text in the middle of a sentence: nothing is put before or behind it."""
     tokenizer = _require_tokenizer(view)
+    _require_unicode(text, PromptError)
     piece = text.replace(" ", "\N{LOWER ONE EIGHTH BLOCK}")
     if piece != text and (found := tokenizer.get_vocab().get(piece)) is not None:
         return [found]

@@ -11,6 +11,7 @@ No axis is averaged silently. Undefined cells are NaN, never 0.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -30,7 +31,7 @@ from resid_patching.version import __version__
 if TYPE_CHECKING:
     import pandas
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had no checksum
 R = TypeVar("R", bound="Result")
 
 
@@ -194,19 +195,23 @@ class Result:
         return pandas.DataFrame({"value": values}, index=index).reset_index()
 
     def to_json(self) -> str:
-        """The result as JSON text; NaN is written as null. `from_json` reads it back."""
-        body = {
+        """The result as JSON text; NaN is written as null. `from_json` reads it back.
+
+        A checksum of all fields stands beside them; entries that a caller adds are not in it.
+        """
+        fields = {
             field.name: _encode(getattr(self, field.name)) for field in dataclasses.fields(self)
         }
         head = {"format": "resid_patching", "version": FORMAT_VERSION, "kind": self.kind}
-        return json.dumps({**head, **body}, ensure_ascii=False, allow_nan=False)
+        body = {**head, "sha256": checksum({**head, **fields}), **fields}
+        return json.dumps(body, ensure_ascii=False, allow_nan=False)
 
     @classmethod
     def from_json(cls: type[R], text: str) -> R:
         """Reads what `to_json` wrote.
 
         Raises:
-            ResultFormatError: the text is no result of this kind.
+            ResultFormatError: the text is no result of this kind, or not what was written.
         """
         body = _load_object(text)
         if body.get("format") != "resid_patching" or body.get("kind") != cls.kind:
@@ -214,21 +219,49 @@ class Result:
                 f"a {cls.kind} of resid_patching was expected, found "
                 f"{body.get('kind', 'something else')!r}"
             )
-        if body.get("version") != FORMAT_VERSION:
+        if body.get("version") not in (1, FORMAT_VERSION):
             raise ResultFormatError(
                 f"format version {body.get('version')} was found; this version of the package "
-                f"reads {FORMAT_VERSION}"
+                f"reads 1 and {FORMAT_VERSION}"
             )
+        names = [field.name for field in dataclasses.fields(cls)]
         try:
-            fields = {f.name: _decode(body[f.name]) for f in dataclasses.fields(cls)}
-            return cls(**fields)
-        except (KeyError, TypeError, AttributeError, AssertionError, ValueError) as error:
+            covered = {name: body[name] for name in ("format", "version", "kind", *names)}
+            if body["version"] != 1 and body.get("sha256") != checksum(covered):
+                raise ValueError("its numbers or labels are not those that were written")
+            return cls(**{name: _decode(body[name]) for name in names})
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            AssertionError,
+            ValueError,
+            RuntimeError,  # lists of unequal lengths
+            OverflowError,
+        ) as error:
             raise ResultFormatError(f"the {cls.kind} is incomplete or damaged: {error}") from error
+
+
+def checksum(body: dict[str, Any]) -> str:
+    """sha256 of what JSON says, whatever its layout and the order of its entries."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def read_json(text: str) -> Any:
+    """What a JSON text says.
+
+    Raises:
+        ValueError: it is no JSON, or nested beyond what can be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _load_object(text: str) -> dict[str, Any]:
     try:
-        body = json.loads(text)
+        body = read_json(text)
     except ValueError as error:
         raise ResultFormatError(f"this is no JSON: {error}") from error
     if not isinstance(body, dict):

@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-settings.register_profile("no_deadline", deadline=None)  # a first forward is slow; that is no bug
-settings.load_profile("no_deadline")
+# No deadline: a first forward is slow, and that is no bug.
+settings.register_profile("default", deadline=None)
+settings.register_profile("fuzz", deadline=None, max_examples=1000, database=None)
+settings.register_profile("round", deadline=None, max_examples=200, database=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -1,7 +1,8 @@
 """Inputs that made other tools give a wrong number, a crash or a confusing message.
 
-Each test carries the id of its case: D attribution, K tokens and batches, M models and devices.
-D16 is in test_memory.py; the published numbers of GPT-2 small are in test_gpt2.py.
+Each test carries the id of its case: D attribution, K tokens and batches, M models and devices,
+C files and pictures. L, T, P and A are beside the other tests of their module, D16 is in
+test_memory.py; the published numbers of GPT-2 small are in test_gpt2.py.
 """
 
 import gc
@@ -9,6 +10,7 @@ import itertools
 import re
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ import zoo
 from reference.attribution import written
 
 import resid_patching as rp
-from resid_patching.address import Stream
+from resid_patching.address import Stream, hook_name
+from resid_patching.cli import main
 from resid_patching.errors import (
     AddressError,
     AnswerWarning,
@@ -28,7 +31,7 @@ from resid_patching.errors import (
     TokenError,
     UnsupportedModelError,
 )
-from resid_patching.models import ModelView, report
+from resid_patching.models import DEMO_FOLDER, ModelView, report
 from resid_patching.models.guards import find_processing
 
 backends = pytest.mark.parametrize("backend", zoo.BACKENDS)
@@ -527,6 +530,22 @@ def test_K17_an_emoji_in_the_vocabulary_of_gpt2(gpt2_vocabulary, backend):
 # Models, dtypes, devices
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@backends
+def test_M01_the_indirect_object_is_predicted_on_every_device(backend, device):
+    """The law on the shipped model, held to transformers on the CPU; for GPT-2: test_gpt2.py."""
+    text = "When Mary and John went to the store, John gave a drink to"
+    run = rp.capture(rp.load("demo", backend=backend, device=device), text)
+    original = transformers.AutoModelForCausalLM.from_pretrained(DEMO_FOLDER)
+    with torch.no_grad():
+        expected = original(run.prompts.tokens.cpu()).logits[0, -1]
+    assert_close(run.logits_at(-1)[0, 0].cpu(), expected, 1e-3)
+    mary, john = (run.view.model.to_single_token(name) for name in (" Mary", " John"))
+    assert int(expected.argmax()) == mary
+    dla = rp.direct_logit_attribution(run, " Mary", " John", by="head")
+    assert_close(float(dla.total), float(expected[mary] - expected[john]), 1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @backends
 def test_M02_a_model_in_half_precision_is_summed_in_float32(backend, dtype):
@@ -610,3 +629,47 @@ def test_M10_a_model_that_is_loaded_again_and_again_is_freed_each_time(backend):
         del model, run
     gc.collect()
     assert [reference() for reference in alive] == [None] * 10
+
+
+# Files and pictures
+
+
+def test_C06_a_picture_without_scripts_is_the_same_each_time(tmp_path, capsys):
+    """A page of token grids needs nothing to run or to load, so no viewer can lose it."""
+    pages = []
+    for name in ("one.html", "other.html"):
+        argv = ["logit-lens", "--model", "demo", "--prompt", "When Mary and John went to"]
+        assert main([*argv, "--html", str(tmp_path / name)]) == 0
+        pages.append((tmp_path / name).read_text(encoding="utf-8"))
+    capsys.readouterr()
+    assert pages[0] == pages[1] and len(pages[0]) > 2000
+    assert not re.search(r"<script|<iframe|<link|\bsrc=|https?://", pages[0])
+    assert "default-src 'none'" in pages[0]
+
+
+def test_C07_what_the_documents_name_is_found_at_the_root_of_the_package():
+    """A move of a module breaks nobody's import: everything public has one stable name."""
+    package = Path(rp.__file__).parent
+    texts = [(package.parent / "README.md").read_text(encoding="utf-8")]
+    texts += [path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))]
+    named = {name for text in texts for name in re.findall(r"\brp\.([A-Za-z]\w*)", text)}
+    assert len(named) > 20
+    assert sorted(name for name in named if not hasattr(rp, name)) == []
+    assert sorted(name for name in rp.__all__ if not hasattr(rp, name)) == []
+    for fence in re.findall(r"```python\n(.*?)```", texts[0], flags=re.DOTALL):
+        imports = re.findall(
+            r"^\s*(?:from|import) (resid_patching[\w.]*)", fence, flags=re.MULTILINE
+        )
+        assert set(imports) <= {"resid_patching", "resid_patching.plots"}
+
+
+@backends
+def test_C08_a_path_run_keeps_what_it_reads_and_nothing_else(backend):
+    model = zoo.fresh(backend)
+    run, source = rp.capture(model, [TOKENS]), rp.capture(model, [TOKENS[::-1]])
+    path = rp.Path(to="logits", using=rp.Resample(source), mlps="freeze")
+    rp.ablate(run, ["0.1", "1.2"], path, metric=rp.logit_diff(3, 6))
+    assert set(source._kept) == {hook_name(rp.parse(f"{layer}.0")) for layer in (0, 1)}
+    assert len(run._kept) <= 4
+    hidden = ("pattern", "scores", "hook_post", "result", "mlp")
+    assert not [name for name in run._kept if any(word in name for word in hidden)]

@@ -138,9 +138,7 @@ def test_a_file_of_another_model_is_refused(model, tmp_path):
         other.unembed.W_U[7, 20] += 1e-6
     with pytest.raises(LensMismatchError, match="whose W_U is sha256"):
         rp.TunedLens.load(tmp_path, other)
-    config = json.loads((tmp_path / checkpoint.CONFIG).read_text())
-    config["fingerprint"]["model"] = "another"
-    (tmp_path / checkpoint.CONFIG).write_text(json.dumps(config))
+    zoo_lens.rewrite(tmp_path, lambda config: config["fingerprint"].update(model="another"))
     with pytest.raises(LensMismatchError, match="'another', but this is"):
         rp.TunedLens.load(tmp_path, model)
 
@@ -208,9 +206,7 @@ def test_damaged_parameters_are_refused(model, tmp_path):
 
 def test_a_later_format_is_refused(model, tmp_path):
     zoo_lens.random_lens(model).save(tmp_path)
-    config = json.loads((tmp_path / checkpoint.CONFIG).read_text())
-    config["version"] = 99
-    (tmp_path / checkpoint.CONFIG).write_text(json.dumps(config))
+    zoo_lens.rewrite(tmp_path, lambda config: config.update(version=99))
     with pytest.raises(LensFormatError, match="format version 99"):
         rp.TunedLens.load(tmp_path, model)
 

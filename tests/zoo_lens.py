@@ -1,12 +1,18 @@
 """Lenses and texts for tests."""
 
 import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import zoo
+from safetensors import safe_open
 
 import resid_patching as rp
+from resid_patching.lens import checkpoint
 
 
 def random_lens(model: Any, *, site: str = "resid_pre", seed: int = 0, size: float = 0.5) -> Any:
@@ -19,6 +25,24 @@ def random_lens(model: Any, *, site: str = "resid_pre", seed: int = 0, size: flo
             scale = size / parameter.shape[-1] ** 0.5 if parameter.ndim == 3 else size
             parameter.copy_(scale * noise)
     return lens
+
+
+def rewrite(
+    folder: Path,
+    change: Callable[[dict[str, Any]], Any],
+    tensors: Callable[[dict[str, Any]], Any] | None = None,
+) -> None:
+    """Change a lens in a folder as one who knows its format would: both copies, new checksum."""
+    with safe_open(str(folder / checkpoint.PARAMS), "pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}
+    config = json.loads((folder / checkpoint.CONFIG).read_text(encoding="utf-8"))
+    if tensors is not None:
+        tensors(found)
+        config["params_sha256"] = checkpoint.hash_tensors(found)
+    change(config)
+    text = json.dumps(config)
+    (folder / checkpoint.PARAMS).write_bytes(safetensors.torch.save(found, {"config": text}))
+    (folder / checkpoint.CONFIG).write_text(text, encoding="utf-8")
 
 
 def random_windows(count: int, length: int = 16, d_vocab: int = 50, seed: int = 0) -> torch.Tensor:

@@ -37,6 +37,7 @@ def fit(arguments: argparse.Namespace) -> None:
     _require_optimizer(arguments)
     texts = _dataset(arguments) if is_dataset else read_text(arguments.text)
     validation = None if arguments.validation is None else read_text(arguments.validation)
+    before = _lenses(arguments.out)
     model, stand_in = load_model(arguments)
 
     from resid_patching.models import ModelView
@@ -44,6 +45,11 @@ def fit(arguments: argparse.Namespace) -> None:
     view = ModelView(model)
     try:
         lens = _fit(view, texts, validation, arguments)
+        if _lenses(arguments.out) != before:
+            raise UsageError(
+                f"{arguments.out} was given a lens by another process meanwhile, which was not "
+                "replaced; give each fit an --out of its own"
+            )
         lens.save(arguments.out)
         _write(lens, arguments, stand_in)
         _print(view, lens, arguments, stand_in)
@@ -96,6 +102,15 @@ def _require_out(arguments: argparse.Namespace) -> None:
         )
     if not unfinished and any((out / n).is_file() for n in (checkpoint.PARAMS, legacy.PARAMS)):
         raise UsageError(f"{out} holds a lens already; give another --out, or remove it")
+
+
+def _lenses(folder: str) -> list[tuple[str, int, int]]:
+    """The lens files in a folder, each as it is on the disk: another one there shows."""
+    from resid_patching.lens import checkpoint, legacy
+
+    paths = [Path(folder, name) for name in (checkpoint.PARAMS, legacy.PARAMS)]
+    found = [(path.name, path.stat()) for path in paths if path.is_file()]
+    return [(name, stat.st_ino, stat.st_mtime_ns) for name, stat in found]
 
 
 def _require_optimizer(arguments: argparse.Namespace) -> None:

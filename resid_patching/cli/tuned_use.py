@@ -272,7 +272,7 @@ def _processing(arguments: argparse.Namespace) -> str:
     config = checkpoint.folder_of(arguments.lens) / checkpoint.CONFIG
     try:
         basis = json.loads(config.read_text(encoding="utf-8"))["fingerprint"]["basis"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return arguments.processing
     return "folded" if basis == "centred" else arguments.processing
 

@@ -11,13 +11,13 @@ Each is written to a temporary name and renamed, the parameters first. A process
 between the two leaves new parameters beside an old config.json; the copy inside the parameters
 then is the one that counts, so there is always a lens that loads. No base model inside.
 
-Every file is data: pickled objects are refused.
+Nothing changes unnoticed: the parameters are held to their checksum, and the two copies of the
+configuration to one another. Every file is data: pickled objects are refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -31,9 +31,10 @@ from torch import Tensor
 
 from resid_patching.errors import LensFormatError, LensNotFoundError
 from resid_patching.lens import legacy, resume
-from resid_patching.lens.fingerprint import Fingerprint
+from resid_patching.lens.fingerprint import Fingerprint, hash_tensors
+from resid_patching.lens.legacy import require_numbers
 from resid_patching.models import DEMO_FOLDER, ModelView
-from resid_patching.result import write_bytes, write_text
+from resid_patching.result import read_json, write_bytes, write_text
 from resid_patching.version import __version__
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def save(lens: TunedLens, folder: str | os.PathLike[str], format: str) -> None:
         "dtype": str(lens.weight.dtype).removeprefix("torch."),
         "fingerprint": lens.fingerprint.as_dict(),
         "record": lens.record,
-        "params_sha256": _hash(tensors),
+        "params_sha256": hash_tensors(tensors),
     }
     text = json.dumps(config, indent=1, ensure_ascii=False, allow_nan=False)
     metadata = {"config": text}
@@ -104,14 +105,6 @@ def _tensors(lens: TunedLens) -> dict[str, Tensor]:
     if lens.sketch is not None:
         tensors["sketch"] = lens.sketch.cpu().contiguous()
     return tensors
-
-
-def _hash(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(f"{name}{tuple(tensors[name].shape)}{tensors[name].dtype}".encode())
-        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def folder_of(name: str | os.PathLike[str]) -> Path:
@@ -152,13 +145,18 @@ def _near(target: Path) -> str:
 
 def _read_ours(folder: Path) -> Stored:
     tensors, inside = _read_params(folder / PARAMS)
-    digest = _hash(tensors)
-    for config in (_beside(folder / CONFIG), inside):
-        if config is not None and config.get("params_sha256") == digest:
-            return _stored(folder, tensors, config)
-    raise LensFormatError(
-        f"{folder / PARAMS} is damaged: its parameters are not those that were written"
-    )
+    digest = hash_tensors(tensors)
+    copies = (_beside(folder / CONFIG), inside)
+    ours = [c for c in copies if c is not None and c.get("params_sha256") == digest]
+    if not ours:
+        raise LensFormatError(
+            f"{folder / PARAMS} is damaged: its parameters are not those that were written"
+        )
+    if ours[0] != ours[-1]:
+        raise LensFormatError(
+            f"{folder / CONFIG} is not what was written: it differs from the copy in {PARAMS}"
+        )
+    return _stored(folder, tensors, ours[0])
 
 
 def _read_params(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
@@ -166,14 +164,15 @@ def _read_params(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         with safe_open(str(path), "pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
             metadata = file.metadata() or {}
-        return tensors, json.loads(metadata.get("config", "null"))
+        found = read_json(metadata.get("config", "null"))
     except (SafetensorError, ValueError, OSError) as error:
         raise LensFormatError(f"{path} is no safetensors file that can be read: {error}") from error
+    return tensors, found if isinstance(found, dict) else None
 
 
 def _beside(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -201,6 +200,9 @@ def _stored(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) ->
         bias = torch.stack([tensors[f"{name}.bias"] for name in names])
         if weight.shape != (mark.n_layers, mark.d_model, mark.d_model):
             raise ValueError(f"{tuple(weight.shape)} parameters for {mark.n_layers} layers")
-        return Stored(weight, bias, mark, config["site"], tensors.get("sketch"), config["record"])
+        require_numbers(weight, bias)
+        return Stored(
+            weight, bias, mark, config["site"], tensors.get("sketch"), dict(config["record"])
+        )
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise LensFormatError(f"{folder} is incomplete or damaged: {error!r}") from error

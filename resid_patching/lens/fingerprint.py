@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -113,6 +114,15 @@ def sha256(tensor: Tensor) -> str:
     for block in tensor.split(_BLOCK):
         numbers = block.to("cpu", compute_dtype(tensor.dtype)).contiguous().numpy()
         digest.update(numbers.astype(numbers.dtype.newbyteorder("<")).tobytes())
+    return digest.hexdigest()
+
+
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """The hash of named tensors on the CPU: names, shapes, dtypes and every bit."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name}{tuple(tensors[name].shape)}{tensors[name].dtype}".encode())
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -18,7 +18,8 @@ Source: Belrose et al. 2023 (arXiv 2303.08112), section 3, for the loss; the reg
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+import uuid
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -185,6 +186,7 @@ class _Fit:
     ridge: bool
     shows: bool
     penalty: int = _FIRST_PENALTY
+    writer: str | None = field(default_factory=lambda: uuid.uuid4().hex)
 
     def run(self, folder: Path | None, save_every: int) -> None:
         """Everything, from the folder's state where it has one; the result is put in the lens."""
@@ -205,9 +207,9 @@ class _Fit:
                 bar.set_postfix_str("KL " + " ".join(f"{kl:.2f}" for kl in kls))
                 bar.update()
                 if folder is not None and state.step % save_every == 0:
-                    resuming.save(folder, state, self.identity)
+                    resuming.save(folder, state, self.identity, self.writer)
         if folder is not None and self.plan.steps:
-            resuming.save(folder, state, self.identity)
+            resuming.save(folder, state, self.identity, self.writer)
         self._finish(state)
 
     @property
@@ -239,16 +241,17 @@ class _Fit:
             equip(layer, self.plan, statistics.last_spread)
         state = Progress(0, layers, table, [])
         if folder is not None and self.plan.steps:
-            resuming.save(folder, state, self.identity)
+            resuming.save(folder, state, self.identity, self.writer)
         return state
 
     def _layer(self, row: Address, weight: Tensor, bias: Tensor, scale: float, kl: float) -> Layer:
         return Layer(str(row), weight, bias, scale, kl, weight.clone(), bias.clone())
 
     def _take_up(self, folder: Path | None) -> Progress | None:
-        about, _ = (None, None) if folder is None else resuming.read(folder)
+        about, tensors = (None, {}) if folder is None else resuming.read(folder)
         if folder is None or about is None:
             return None
+        resuming.require_same(folder, about, self.identity)
         blank = [(w.detach().clone(), b.detach().clone()) for w, b in zip(*self._zero, strict=True)]
         layers = [
             self._layer(row, *pair, float(kept.get("scale", 1.0)), 0.0)
@@ -256,7 +259,8 @@ class _Fit:
         ]
         for layer in layers:
             equip(layer, self.plan, float(about["table"].get("last_spread", 1.0)))
-        return resuming.load(folder, layers, self.identity)
+        self.writer = about.get("writer")
+        return resuming.put(about, tensors, layers)
 
     @property
     def _zero(self) -> tuple[Tensor, Tensor]:

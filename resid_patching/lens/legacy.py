@@ -18,6 +18,7 @@ import json
 import pickle
 import re
 import warnings
+import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from resid_patching.errors import (
 )
 from resid_patching.lens.fingerprint import Fingerprint, fingerprint, readout_sketch
 from resid_patching.models import ModelView
-from resid_patching.result import write_bytes, write_text
+from resid_patching.result import read_json, write_bytes, write_text
 
 if TYPE_CHECKING:
     from resid_patching.lens.tuned import TunedLens
@@ -103,21 +104,21 @@ def read(folder: Path, view: ModelView) -> Legacy:
     state = _read_state(folder / PARAMS)
     numbered, others = _sort_keys(state, folder / PARAMS)
     weight, bias = _stack(numbered, folder / PARAMS)
+    _require_whole(config, weight, folder)
     found = fingerprint(view)
     mark = Fingerprint(
         model=_name(config, found),
-        revision=config.get("base_model_revision") or config.get("revision"),
-        d_model=int(config.get("d_model", weight.shape[-1])),
-        n_layers=int(config.get("num_hidden_layers", config.get("num_layers", len(weight)))),
+        revision=_text(config, "base_model_revision") or _text(config, "revision"),
+        d_model=weight.shape[-1],
+        n_layers=len(weight),
         basis="raw",
         norm=found.norm,
         dtype=str(weight.dtype).removeprefix("torch."),
         W_U=None,
         b_U=None,
         final_norm=None,
-        corners=config.get("unembed_hash") or config.get("unemebd_hash"),
+        corners=_text(config, "unembed_hash") or _text(config, "unemebd_hash"),
     )
-    _require_whole(mark, weight, folder)
     _require_corners(mark, found)
     record = {"from": "tuned-lens", "config": config}
     if _proves(others, view, mark):
@@ -135,7 +136,7 @@ def read(folder: Path, view: ModelView) -> Legacy:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise LensFormatError(f"{path.parent} has {PARAMS} but no {CONFIG}") from None
     except ValueError as error:
@@ -148,6 +149,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _read_state(path: Path) -> dict[str, Tensor]:
     try:
+        _require_sums(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise LensFormatError(
@@ -158,6 +160,19 @@ def _read_state(path: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise LensFormatError(f"{path} holds a {type(state).__name__}, not a lens's parameters")
     return state
+
+
+def _require_sums(path: Path) -> None:
+    """The archive's own checksums, which torch writes but does not compare.
+
+    Raises:
+        ValueError: an entry is not what was written.
+    """
+    if not zipfile.is_zipfile(path):  # torch's format before 1.6 has none
+        return
+    with zipfile.ZipFile(path) as archive:
+        if (name := archive.testzip()) is not None:
+            raise ValueError(f"{name} is not what was written (its checksum differs)")
 
 
 def _sort_keys(
@@ -192,20 +207,42 @@ def _stack(numbered: dict[tuple[int, str], Tensor], path: Path) -> tuple[Tensor,
             raise RuntimeError(f"translators of shape {tuple(weight.shape[1:])} are not square")
         zero = weight.new_zeros(d_model)
         bias = torch.stack([numbered.get((number, "bias"), zero) for number in range(len(weight))])
-    except RuntimeError as error:
+        require_numbers(weight, bias)
+    except (RuntimeError, ValueError) as error:
         raise LensFormatError(f"{path}: {error}") from error
     if weight.dtype in (torch.float16, torch.bfloat16):
         weight, bias = weight.float(), bias.float()
     return weight, bias
 
 
-def _require_whole(mark: Fingerprint, weight: Tensor, folder: Path) -> None:
-    expected = (mark.n_layers, mark.d_model, mark.d_model)
-    if tuple(weight.shape) != expected:
+def require_numbers(weight: Tensor, bias: Tensor) -> None:
+    """Raises where the stacked translators are no finite numbers, one bias entry for each row.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if tuple(bias.shape) != tuple(weight.shape[:2]):
+        raise ValueError(f"biases {tuple(bias.shape)} for translators {tuple(weight.shape)}")
+    if not weight.is_floating_point() or bias.dtype != weight.dtype:
+        raise ValueError(f"translators of {weight.dtype} with biases of {bias.dtype}")
+    for what, tensor in (("translators", weight), ("biases", bias)):
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"the {what} hold numbers that are not finite")
+
+
+def _require_whole(config: dict[str, Any], weight: Tensor, folder: Path) -> None:
+    n_layers = config.get("num_hidden_layers", config.get("num_layers", len(weight)))
+    d_model = config.get("d_model", weight.shape[-1])
+    if (n_layers, d_model) != (len(weight), weight.shape[-1]):
         raise LensFormatError(
-            f"{folder}: the configuration says {mark.n_layers} layers of width {mark.d_model}, but "
-            f"the parameters are {len(weight)} translators of width {weight.shape[-1]}"
+            f"{folder}: the configuration says {n_layers} layers of width {d_model}, but the "
+            f"parameters are {len(weight)} translators of width {weight.shape[-1]}"
         )
+
+
+def _text(config: dict[str, Any], name: str) -> str | None:
+    value = config.get(name)
+    return value if isinstance(value, str) else None
 
 
 def _name(config: dict[str, Any], found: Fingerprint) -> str:

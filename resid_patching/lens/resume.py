@@ -1,4 +1,8 @@
-"""The state of a fit in one file, replaced as a whole: a killed fit goes on where it was."""
+"""The state of a fit in one file, replaced as a whole: a killed fit goes on where it was.
+
+The file carries a checksum, and the name of the fit that wrote it: a fit that finds another's
+state in its folder stops instead of writing over it.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from resid_patching.errors import LensFormatError, LensMismatchError
+from resid_patching.lens.fingerprint import hash_tensors
 from resid_patching.lens.loop import Layer
-from resid_patching.result import write_bytes
+from resid_patching.result import checksum, read_json, write_bytes
 
 STATE = "fit_state.safetensors"
+FORMAT_VERSION = 2  # 1 had no checksum
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,15 +43,20 @@ class Progress:
     looks: list[dict[str, Any]]
 
 
-def save(folder: Path, progress: Progress, identity: dict[str, Any]) -> None:
+def save(folder: Path, progress: Progress, identity: dict[str, Any], writer: str | None) -> None:
     """Writes the state.
 
     Args:
         folder: made where it does not exist.
         progress: where the fit is.
         identity: what must be the same for it to be taken up: settings, data, model.
+        writer: what tells this fit from every other.
+
+    Raises:
+        LensMismatchError: the state in the folder is another fit's.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    require_own(folder, writer)
     tensors: dict[str, Tensor] = {}
     numbers: list[Any] = []
     for index, layer in enumerate(progress.layers):
@@ -60,15 +71,38 @@ def save(folder: Path, progress: Progress, identity: dict[str, Any]) -> None:
         numbers.append({**kept, "optimizers": states})
     about = {
         "format": "resid_patching.fit_state",
-        "version": 1,
+        "version": FORMAT_VERSION,
+        "writer": writer,
         "identity": identity,
         "step": progress.step,
         "table": progress.table,
         "looks": progress.looks,
         "layers": numbers,
     }
+    about["sha256"] = _checksum(about, tensors)
     content = safetensors.torch.save(tensors, {"about": json.dumps(about)})
     write_bytes(folder / STATE, content)
+
+
+def require_own(folder: Path, writer: str | None) -> None:
+    """Raises where the state in a folder was written by another fit.
+
+    Raises:
+        LensMismatchError: two fits write to one folder.
+        LensFormatError: the file is damaged.
+    """
+    path = folder / STATE
+    if path.is_file() and (found := _about(path)).get("writer") != writer:
+        raise LensMismatchError(
+            f"another fit has written {path} (step {found.get('step')}) since this one began, and "
+            "nothing of it was replaced. Give each fit a folder of its own."
+        )
+
+
+def _checksum(about: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """Of everything that the file says; JSON keeps its numbers to the last bit."""
+    rest = {name: value for name, value in about.items() if name != "sha256"}
+    return checksum({"about": rest, "tensors": hash_tensors(tensors)})
 
 
 def _flat(optimizer: Any, prefix: str, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
@@ -85,17 +119,8 @@ def _flat(optimizer: Any, prefix: str, tensors: dict[str, Tensor]) -> list[dict[
     return numbers
 
 
-def load(folder: Path, layers: list[Layer], identity: dict[str, Any]) -> Progress | None:
-    """Puts the state in a folder into layers that have their optimizers; None where there is none.
-
-    Raises:
-        LensFormatError: the file is damaged.
-        LensMismatchError: it is of a fit with other settings, data or of another model.
-    """
-    about, tensors = read(folder)
-    if about is None:
-        return None
-    _require_same(folder, about["identity"], identity)
+def put(about: dict[str, Any], tensors: dict[str, Tensor], layers: list[Layer]) -> Progress:
+    """Puts a state that was read into layers that have their optimizers."""
     for index, (layer, numbers) in enumerate(zip(layers, about["layers"], strict=True)):
         for name in ("weight", "bias"):
             getattr(layer, name).copy_(tensors[f"{index}.{name}"])
@@ -134,19 +159,38 @@ def read(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     path = folder / STATE
     if not path.is_file():
         return None, {}
+    about = _about(path)
     try:
         with safe_open(str(path), "pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-            about = json.loads((file.metadata() or {})["about"])
-        if about["format"] != "resid_patching.fit_state" or about["version"] != 1:
-            raise ValueError(f"format {about['format']}, version {about['version']}")
-        return about, tensors
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
+    except (SafetensorError, OSError) as error:
+        raise LensFormatError(f"{path} is no state of a fit that can be read: {error}") from error
+    if about["version"] != 1 and about.get("sha256") != _checksum(about, tensors):
+        raise LensFormatError(f"{path} is damaged: it does not hold what was written")
+    return about, tensors
+
+
+def _about(path: Path) -> dict[str, Any]:
+    """What the file says of itself, its tensors left unread."""
+    try:
+        with safe_open(str(path), "pt", device="cpu") as file:
+            about = read_json((file.metadata() or {})["about"])
+        if about["format"] != "resid_patching.fit_state":
+            raise ValueError(f"it is of the format {about['format']!r}")
+        if about["version"] not in (1, FORMAT_VERSION):
+            raise ValueError(f"it is of version {about['version']}, this package reads 1 and 2")
+        return about
+    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
         raise LensFormatError(f"{path} is no state of a fit that can be read: {error}") from error
 
 
-def _require_same(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    ours = json.loads(json.dumps(ours))
+def require_same(folder: Path, about: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Raises where a state is of another fit.
+
+    Raises:
+        LensMismatchError: of one with other settings, data or of another model.
+    """
+    theirs, ours = about["identity"], json.loads(json.dumps(identity))
     for name, left, right in _differences(theirs, ours):
         raise LensMismatchError(
             f"{folder / STATE} is of a fit with {name} = {left!r}, but this one has {right!r}. Use "

@@ -30,7 +30,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from resid_patching.address import MLP, Address, Attn, Stream, parse
-from resid_patching.errors import AddressError, LensBasisError, LensMismatchError
+from resid_patching.errors import (
+    AddressError,
+    LensBasisError,
+    LensFormatError,
+    LensMismatchError,
+)
 from resid_patching.lens import basis, checkpoint
 from resid_patching.lens.fingerprint import (
     Fingerprint,
@@ -383,6 +388,11 @@ class TunedLens(nn.Module):
         """
         view = as_view(model)
         found = checkpoint.read(folder, view)
+        if found.site not in get_args(Site):
+            raise LensFormatError(
+                f"{folder} holds a lens on {found.site!r}, which is none of "
+                f"{', '.join(get_args(Site))}"
+            )
         lens = cls(
             found.fingerprint,
             site=found.site,  # type: ignore[arg-type]

@@ -66,7 +66,8 @@ def load(
     Raises:
         ModelNotFoundError: no such folder or name.
         HubUnreachableError: not in the cache, and the hub does not answer within seconds.
-        UnsupportedModelError: the backend asked for cannot build this model.
+        UnsupportedModelError: the backend asked for cannot build this model, or its files lack
+            some of its weights.
         NotFiniteError: its weights are NaN or infinite.
     """
     _require_choice("processing", processing, ("raw", "folded"))
@@ -80,7 +81,7 @@ def load(
     folder_or_name = str(name_or_path) if path is None else str(path)
     hub_name = None if path is not None else folder_or_name
     # Loaders draw weights before they read them; the caller's random numbers stay as they are.
-    with _quiet(), _hub_state(hub_name), torch.random.fork_rng(devices=[]):
+    with _quiet(), _hub_state(hub_name), _whole(), torch.random.fork_rng(devices=[]):
         model = _build(folder_or_name, path is not None, device, dtype, processing, backend)
     require_finite(model, folder_or_name)
     model.eval()
@@ -134,7 +135,7 @@ def _build(
             if not is_folder and _is_alias(source):
                 return _hooked_from_hub(hooked, source, device, dtype, processing)
             return _hooked_from_hugging_face(hooked, source, device, dtype, processing)
-        except (HubUnreachableError, ModelNotFoundError, NotFiniteError):
+        except (HubUnreachableError, ModelNotFoundError, NotFiniteError, _IncompleteError):
             raise
         except Exception as error:
             if backend == "hooked":
@@ -273,7 +274,7 @@ def _bridge(source: str, device: Any, dtype: torch.dtype, processing: Processing
             model = TransformerBridge.boot_transformers(
                 source, device=str(device), dtype=dtype, tokenizer=tokenizer
             )
-        except (HubUnreachableError, ModelNotFoundError):
+        except (HubUnreachableError, ModelNotFoundError, _IncompleteError):
             raise
         except Exception as error:
             raise _load_failure(source, error) from error
@@ -305,6 +306,8 @@ def _hugging_face_model(source: str, dtype: torch.dtype) -> Any:
 
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
+    except _IncompleteError:
+        raise
     except Exception as error:
         raise _load_failure(source, error) from error
 
@@ -348,6 +351,35 @@ def _quiet() -> Iterator[None]:
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         yield
+
+
+class _IncompleteError(UnsupportedModelError):
+    """A checkpoint without some of the model's weights."""
+
+
+@contextlib.contextmanager
+def _whole() -> Iterator[None]:
+    """Refuses checkpoints that lack weights: transformers draws at random what it does not find."""
+    from transformers import PreTrainedModel
+
+    plain = PreTrainedModel.__dict__["from_pretrained"]
+
+    def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
+        wants_info = options.pop("output_loading_info", False)
+        model, info = plain.__func__(cls, *args, output_loading_info=True, **options)
+        if missing := sorted(info["missing_keys"]):
+            raise _IncompleteError(
+                f"the files of {args[0]} lack {len(missing)} of the weights that its config.json "
+                f"asks for ({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); they "
+                "would be random numbers. Download or save the model again."
+            )
+        return (model, info) if wants_info else model
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        PreTrainedModel.from_pretrained = plain
 
 
 @contextlib.contextmanager

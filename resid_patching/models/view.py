@@ -21,7 +21,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from resid_patching.address import MLP, PosEmbed, hook_name
-from resid_patching.errors import AddressError, HookNotFiredError, TrainingModeError
+from resid_patching.errors import (
+    AddressError,
+    HookNotFiredError,
+    TrainingModeError,
+    UnsupportedModelError,
+)
 
 Reader = Callable[[Tensor], Tensor | None]
 """Called with an activation [batch, pos, ...]; what it returns, if anything, replaces it."""
@@ -128,6 +133,7 @@ class ModelView:
 
     Raises:
         TypeError: the object is no hooked transformer.
+        UnsupportedModelError: it has no layers.
     """
 
     def __init__(self, model: Any) -> None:
@@ -136,6 +142,8 @@ class ModelView:
                 f"a HookedTransformer or TransformerBridge is needed, got {type(model).__name__}. "
                 'Load one with rp.load("gpt2"), or pass the one you have.'
             )
+        if len(model.blocks) == 0:
+            raise UnsupportedModelError("the model has no layers, so there is no stream to read")
         self.model: Any = model
         self.cfg = model.cfg
 

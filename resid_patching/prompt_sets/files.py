@@ -59,7 +59,7 @@ def read_pairs(path: str | os.PathLike[str]) -> PromptPairs:
 def _json_row(file: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptError(f"{file}, line {number}: this is no JSON: {error}") from None
     if not isinstance(row, dict):
         raise PromptError(
