@@ -18,7 +18,7 @@ CONSTRAINTS := .ci/constraints-$(LANE).txt
 PIP_INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check \
 	-c $(CONSTRAINTS)
 
-.PHONY: help demo test test-real lint clean distclean
+.PHONY: help demo test test-real lint bench fuzz clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) \
@@ -35,6 +35,15 @@ test: $(STAMP) ## the tests that need no large model (LANE=tl4: with Transformer
 test-real: $(STAMP) ## prepare SmolLM2-135M, then the tests that need it
 	$(BIN)/python scripts/prepare_smollm2.py
 	RESID_PATCHING_REQUIRE_REAL=1 OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m pytest -m real
+
+bench: ## time it beside TransformerLens 3.9 and 4, on an idle machine: docs/performance.md
+	$(MAKE) --no-print-directory LANE=default .venv/.installed
+	$(MAKE) --no-print-directory LANE=tl4 .venv-tl4/.installed
+	.venv-tl4/bin/python scripts/benchmark.py --backend bridge --write docs/performance.md
+	.venv/bin/python scripts/benchmark.py --backend hooked --write docs/performance.md
+
+fuzz: $(STAMP) ## attack it for MINUTES (30): identities, command lines, damaged files
+	$(BIN)/python scripts/fuzz.py --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED))
 
 lint: $(STAMP) ## ruff, formatting and pyright
 	$(BIN)/ruff check .

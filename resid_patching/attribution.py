@@ -173,7 +173,7 @@ def direct_logit_attribution(
 
     score = _Score(view, answers, foils, run.locate(positions))
     if run.cache is None or view.user_hooks():
-        readers: dict[str, RowReader] = {"logits": score.read, "raw_logits": score.read_raw}
+        readers: dict[str, Any] = {"logits": score.read, "raw_logits": score.read_raw}
     else:  # against one pass of the model itself, made once for all analyses of the cache
         readers = {}
         score.read_final(run.own_final)

@@ -85,8 +85,9 @@ class Effect(Result):
     def readers(self) -> tuple[str, ...]:
         """The columns of a path to several readers side by side; else none."""
         columns = self.columns
-        is_readers = columns is not None and columns.name == "reader"
-        return tuple(map(str, columns.labels)) if is_readers else ()
+        if columns is None or columns.name != "reader":
+            return ()
+        return tuple(map(str, columns.labels))
 
     def reader(self, label: Any) -> Effect:
         """One column of a path to several readers side by side.

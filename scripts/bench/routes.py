@@ -175,7 +175,7 @@ def grids(model: Any) -> Cases:
         yield Case(
             f"grid of {n_edges} head -> q edges, prompts differ from position {places[0]} on",
             ours,
-            f"patching.get_act_patch_direct_path, {timed} edges timed and scaled",
+            f"patching.get_act_patch_direct_path, {timed} edges timed once and scaled",
             theirs,
             share=timed / n_edges,
             pick=lambda values: values[senders.index(Head(layer, 0))][-timed:],
