@@ -23,7 +23,7 @@ Source: Elhage et al. 2021; Wang et al. 2022 (arXiv 2211.00593), section 3.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
