@@ -14,6 +14,10 @@ SCRIPTS = Path(__file__).resolve().parent.parent
 PROMPT = "When Mary and John went to the store, John gave a drink to"
 COMMANDS = {
     "import transformer_lens": ["-c", "import transformer_lens"],
+    "import transformer_lens, transformers' GPT2LMHeadModel": [
+        "-c",
+        "import transformer_lens; from transformers import GPT2LMHeadModel",
+    ],
     "import resid_patching": ["-c", "import resid_patching"],
     "dla.py --help": [str(SCRIPTS / "dla.py"), "--help"],
     "dla.py on the shipped model": [
