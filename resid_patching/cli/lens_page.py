@@ -55,7 +55,8 @@ def lens_page(
         page.heading(f"Prompt {number}" if len(prompts) > 1 else "Prompt")
         page.says(prompt, "text")
         for reading, found in zip(readings, cells, strict=True):
-            page.raw(f"<figure><figcaption>{escape(reading.name)}, probability</figcaption>")
+            caption = f"<figcaption>{escape(reading.name)}, probability</figcaption>"
+            page.raw(f'<figure class="whole">{caption}')
             page.raw(_grid(reading, found, number) + "</figure>")
     page.heading("By layer")
     readouts = [reading.readout for reading in readings]

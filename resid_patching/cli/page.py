@@ -27,6 +27,7 @@ from resid_patching.cli.page_assets import SCRIPT, STYLE
 from resid_patching.errors import MissingExtraError
 
 _LONG = 25  # rows; longer tables scroll in a box
+_WORDS = 40  # characters; longer texts are broken into lines
 _FILES = ("json", "csv", "html", "png", "debug")
 
 
@@ -220,8 +221,10 @@ def _picture(figure: Any, number: int) -> str:
     first, *below = figure.layout.meta["heading"]
     small = "".join(f"<small>{escape(line)}</small>" for line in below)
     body = figure.to_json().replace("<", "\\u003c")
+    width = figure.layout.width
     return (
-        f"<figure><figcaption>{escape(first)}{small}</figcaption>"
+        f'<figure style="width:min(100%,{width}px)"><figcaption>'
+        f"{escape(first)}{small}</figcaption>"
         f'<div class="picture" tabindex="0" role="img" aria-label="{escape(first)}">'
         f'<div id="picture-{number}"></div>'
         f'<script type="application/json">{body}</script></div></figure>'
@@ -252,7 +255,8 @@ def _table(
 
 def _cell(cell: object, side: str) -> str:
     if not isinstance(cell, Number):
-        return f'<td class="{side}">{escape(cell)}</td>'
+        text = escape(cell)
+        return f'<td class="{side}{" words" * (len(text) > _WORDS)}">{text}</td>'
     known = cell.value is not None and math.isfinite(cell.value)
     value = repr(float(cell.value)) if known and cell.value is not None else ""
     return f'<td class="{side}" data-value="{value}">{escape(cell.text)}</td>'

@@ -12,19 +12,24 @@ p { margin: .5rem 0; max-width: 60rem; overflow-wrap: anywhere; }
 .limits, .note, figcaption small { color: #555; }
 .note { border-left: 3px solid #b26a00; padding-left: .6rem; }
 .text { font-family: ui-monospace, monospace; font-size: .9rem; white-space: pre-wrap; }
-figure { margin: 1.5rem 0; }
+figure { margin: 1.25rem 1.5rem 1.25rem 0; display: inline-block; vertical-align: top;
+         max-width: 100%; }
+figure.whole { display: block; margin-right: 0; }
 figcaption { font-weight: 600; overflow-wrap: anywhere; margin-bottom: .35rem; max-width: 60rem; }
 figcaption small { display: block; font-weight: 400; font-size: .85rem; }
 .scroll, .picture { overflow-x: auto; overflow-y: hidden; }
 .scroll:focus-visible, .picture:focus-visible, button:focus-visible, summary:focus-visible,
 td:focus-visible { outline: 2px solid #2166ac; outline-offset: 1px; }
+[data-wide]::after { content: "scrolls sideways →"; position: sticky; left: 0; display: block;
+                     width: max-content; font-size: .75rem; color: #555; }
 .long { overflow-y: auto; max-height: 32rem; border-bottom: 1px solid #ccc; }
 table { border-collapse: collapse; margin: .25rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: .15rem .9rem .15rem 0; text-align: right; vertical-align: top; }
 thead th { border-bottom: 1px solid #888; background: #fff; white-space: nowrap; }
 .long thead th { position: sticky; top: 0; z-index: 1; }
 th.left, td.left { text-align: left; }
-td.left { overflow-wrap: anywhere; min-width: 5rem; }
+td.left { white-space: nowrap; }
+td.words { white-space: normal; overflow-wrap: anywhere; min-width: 7rem; }
 td.number { white-space: nowrap; }
 .facts th { text-align: left; font-weight: 600; border: 0; white-space: nowrap; }
 .facts td { text-align: left; overflow-wrap: anywhere; }
@@ -35,18 +40,21 @@ th[aria-sort=ascending] button::after { content: "\\2191"; color: #222; }
 details { margin-top: 1.5rem; }
 summary { cursor: pointer; }
 .grid table { border-collapse: separate; border-spacing: 2px; }
-.grid th { font-weight: 400; text-align: left; white-space: pre; padding: .1rem .5rem .1rem 0;
-           border: 0; font-size: .85rem; }
+.grid th { font-weight: 400; text-align: left; white-space: pre; padding: .1rem .35rem .1rem 0;
+           border: 0; font-size: .8rem; }
 .grid tbody th { position: sticky; left: 0; background: #fff; z-index: 1; }
-.grid td { text-align: left; padding: .1rem .4rem; white-space: pre; min-width: 3.5rem; }
+.grid td { text-align: left; padding: .1rem .35rem; white-space: pre; font-size: .85rem; }
 .grid td small { display: block; opacity: .8; font-size: .75rem; }
-#tip { position: fixed; z-index: 9; display: none; background: #222; color: #fff; padding: .4rem .6rem;
-       font-size: .8rem; line-height: 1.4; white-space: pre-wrap; overflow-wrap: anywhere;
-       max-width: min(24rem, 92vw); pointer-events: none; border-radius: 3px; }
+#tip { position: fixed; z-index: 9; display: none; background: #222; color: #fff;
+       padding: .4rem .6rem; font-size: .8rem; line-height: 1.4; white-space: pre-wrap;
+       overflow-wrap: anywhere; max-width: min(24rem, 92vw); pointer-events: none;
+       border-radius: 3px; }
 @media (max-width: 30rem) {
   body { margin-top: 1rem; padding: 0 .75rem; }
   .facts tr, .facts th, .facts td { display: block; }
+  .facts th { white-space: normal; }
   .facts td { padding-bottom: .4rem; }
+  figure { margin-right: 0; }
 }
 """
 
@@ -107,6 +115,9 @@ SCRIPT = """
   }
   addEventListener("scroll", hide, true);
 
+  const BAR = 32; // pixels for the buttons above a picture
+  const BUTTONS = [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]];
+
   // A picture is as wide as it was made, or as the page is, or as its labels need at least.
   const draw = (box) => {
     const figure = JSON.parse(box.querySelector("script").textContent);
@@ -115,23 +126,26 @@ SCRIPT = """
     if (width === box.drawn) return;
     box.drawn = width;
     figure.layout.width = width;
-    figure.layout.height -= lost;
-    figure.layout.margin.t -= lost - 8;
-    figure.layout.height += 8;
+    figure.layout.height += BAR - lost;
+    figure.layout.margin.t += BAR - lost;
     delete figure.layout.title;
     if (width < 0.9 * full)
       for (const trace of figure.data)
         if (trace.type === "heatmap" && !trace.text) delete trace.texttemplate;
-    const config = { displaylogo: false, scrollZoom: false, showTips: false };
+    const config = { displaylogo: false, displayModeBar: true, modeBarButtons: BUTTONS };
     Plotly.react(box.querySelector("div"), figure.data, figure.layout, config);
   };
   const boxes = [...document.querySelectorAll(".picture")];
-  const drawAll = () => boxes.forEach(draw);
-  if (typeof Plotly !== "undefined") {
-    drawAll();
-    let waiting = 0;
-    addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(drawAll, 150); });
-    document.querySelectorAll("details").forEach((part) => part.addEventListener("toggle", drawAll));
-  }
+  const fit = () => {
+    if (typeof Plotly !== "undefined") boxes.forEach(draw);
+    for (const box of document.querySelectorAll(".scroll, .picture"))
+      box.toggleAttribute("data-wide", box.scrollWidth > box.clientWidth + 1);
+  };
+  fit();
+  let waiting = 0;
+  addEventListener("resize", () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(fit, 150);
+  });
 })();
 """

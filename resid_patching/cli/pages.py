@@ -38,17 +38,24 @@ def plain(value: Any, digits: int = 4) -> Number:
 def prompts_of(page: Page, prompts: Sequence[str], answers: Any = None, foils: Any = None) -> None:
     """Shows the prompts, all of them, with what is scored after each."""
     page.heading("Prompt" if len(prompts) == 1 else f"{len(prompts)} prompts")
-    if len(prompts) == 1 and answers is None:
+    scored = []
+    if answers is not None:
+        scored.append(("answer", [quoted(text) for text in answers]))
+        against = ["the vocabulary mean"] * len(prompts)
+        if foils is not None:
+            against = [quoted(text) for text in foils]
+        scored.append(("against", against))
+    if len(prompts) == 1:
         page.says(prompts[0], "text")
+        page.facts([(name, tokens[0]) for name, tokens in scored])
         return
     columns, left = ["#", "prompt"], [1]
     rows: list[list[object]] = [[Number(n, str(n)), text] for n, text in enumerate(prompts)]
-    for name, tokens in (("answer", answers), ("against", foils)):
-        if tokens is not None:
-            left.append(len(columns))
-            columns.append(name)
-            for row, token in zip(rows, tokens, strict=True):
-                row.append(quoted(token))
+    for name, tokens in scored:
+        left.append(len(columns))
+        columns.append(name)
+        for row, token in zip(rows, tokens, strict=True):
+            row.append(token)
     page.table(columns, rows, left=left)
 
 
@@ -75,12 +82,7 @@ def attribution_page(
         ]
     )
     page.says(DIRECT_ONLY, "limits")
-    prompts_of(
-        page,
-        prompts,
-        found.answer_texts,
-        found.foil_texts or ["the vocabulary mean"] * len(prompts),
-    )
+    prompts_of(page, prompts, found.answer_texts, found.foil_texts)
     page.heading("Pictures")
     if found.by == "head":
         page.picture(lambda: plots.heatmap(found))
@@ -123,10 +125,12 @@ def effect_page(
 
 
 def _about_effect(effect: Effect) -> list[tuple[str, object]]:
+    from resid_patching.plots import metric_words
+
     rows: list[tuple[str, object]] = [
         ("kind", effect.how + (" (targets together)" if effect.joint else "")),
         ("at", effect.positions),
-        ("metric", f"{effect.metric}, in {effect.unit}"),
+        ("metric", f"{metric_words(effect)}, in {effect.unit}"),
         ("baseline", f"{float(effect.mean(effect.baseline)):+.4f} {effect.unit}"),
     ]
     if effect.weights is not None and not effect.readers:
@@ -204,11 +208,16 @@ def _more(found: Found) -> dict[str, list[Number]]:
     more = {}
     if found.recovery is not None and not found.small_gap:
         shares = (100 * found.recovery).detach().double().cpu().flatten().tolist()
-        more["recovery"] = [Number(v, "n/a" if math.isnan(v) else f"{v:+.1f}%") for v in shares]
+        more["recovery"] = [_share(value) for value in shares]
     if found.linearised is not None:
         values = found.effect.mean(found.linearised).flatten()
         more["linearised"] = [signed(value) for value in values]
     return more
+
+
+def _share(value: float) -> Number:
+    text = "n/a" if math.isnan(value) else f"{value:+.1f}%"
+    return Number(value, "0.0%" if text in ("+0.0%", "-0.0%") else text)
 
 
 def _path_table(page: Page, found: Found) -> None:
@@ -245,7 +254,7 @@ def stream_page(
     reports = [report for report in (changed, clean) if report is not None]
     shown = reports[0]
     origin = shown.provenance
-    page = Page(f"The running total ({shown.how or 'clean'}), {origin.model}", stand_in)
+    page = Page(f"The running total, {shown.how or 'clean'}, {origin.model}", stand_in)
     facts: list[tuple[str, object]] = []
     for report in reports:
         name = report.how or "clean"

@@ -35,7 +35,7 @@ from resid_patching.lens.tuned import TunedLens
 from resid_patching.plots.attribution import accumulated, attribution_bars, by_position
 from resid_patching.plots.bars import bars, effect_bars
 from resid_patching.plots.base import plotly_script, require_plotly
-from resid_patching.plots.heat import Of, as_head, effect_grids, heatmap
+from resid_patching.plots.heat import Of, as_head, effect_grids, heatmap, metric_words
 from resid_patching.plots.lens import (
     Shade,
     kl_by_layer,
@@ -117,6 +117,7 @@ __all__ = [
     "kl_by_layer",
     "lens_by_layer",
     "lens_grid",
+    "metric_words",
     "path_diagram",
     "plotly_script",
     "png",

@@ -29,7 +29,7 @@ from resid_patching.plots.base import (
     over_prompts,
     require_plotly,
 )
-from resid_patching.plots.heat import Grid, side_by_side
+from resid_patching.plots.heat import Grid, side_by_side, what_is_scored
 from resid_patching.result import Axis
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def attribution_bars(found: Attribution, *, top: int = 20) -> plotly.graph_objec
     if others := order[top:]:
         shown[f"{len(others)} other rows"] = float(values[others].sum())
     whole = f"all rows add up to {float(values.sum()):+.5g}"
-    heading = heading_of(_what(found), found.unit, over_prompts(found), whole)
+    heading = heading_of(what_is_scored(found), found.unit, over_prompts(found), whole)
     return draw_bars(shown, heading, found.unit)
 
 
@@ -111,7 +111,7 @@ def accumulated(found: Attribution) -> plotly.graph_objects.Figure:
     lay_out(
         figure,
         heading_of(
-            f"{_what(found)}, accumulated along depth",
+            f"{what_is_scored(found)}, accumulated along depth",
             found.unit,
             over_prompts(found),
             f"it ends at the model's own difference, {end:+.5g}",
@@ -158,19 +158,11 @@ def by_position(
         values[rows],
         {},
     )
-    left_out = f"the {len(rows)} largest of {len(sizes)} rows"
-    heading = heading_of(_what(found), found.unit, f"prompt {batch}", left_out)
+    details = [f"prompt {batch}"]
+    if len(rows) < len(sizes):
+        details.append(f"the {len(rows)} largest of {len(sizes)} rows")
+    heading = heading_of(what_is_scored(found), found.unit, *details)
     return side_by_side({"": grid}, found.unit, heading)
-
-
-def _what(found: Attribution) -> str:
-    """What is scored, where all prompts agree on it; else the plan."""
-    answers = set(found.answer_texts)
-    foils = set(found.foil_texts or ())
-    if len(answers) > 1 or len(foils) > 1:
-        return found.provenance.plan
-    foil = f'"{foils.pop()}"' if foils else "the vocabulary mean"
-    return f'Direct logit attribution by {found.by}, "{answers.pop()}" against {foil}'
 
 
 def _at_one_position(found: Attribution) -> Tensor:

@@ -19,7 +19,7 @@ from resid_patching.plots.base import (
     require_plotly,
     short,
 )
-from resid_patching.plots.heat import about_effect
+from resid_patching.plots.heat import about_effect, metric_words
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -75,6 +75,7 @@ def draw_bars(
         marker={"color": [POSITIVE if number >= 0 else NEGATIVE for number in numbers]},
         texttemplate=f"%{{x:{short(numbers, more=1)}}}",
         textposition="outside",
+        textfont={"size": 11},
         cliponaxis=False,
         hovertemplate=f"%{{y}}: %{{x:.6g}} {literal(unit)}<extra></extra>",
     )
@@ -90,7 +91,7 @@ def _lay_out_bars(
     if mark is not None:
         low, high = min(low, mark), max(high, mark)
         figure.add_vline(x=mark, line={"dash": "dot", "color": INK, "width": 1})
-    room = 0.15 * (high - low or 1.0)  # for the numbers beside the bars
+    room = 0.32 * (high - low or 1.0)  # for the numbers beside the bars
     inside = 15 + 24 * len(numbers)
     lay_out(figure, heading, width=640, inside=inside, below=50, least=330, showlegend=False)
     reach = [low - room * (low < 0), high + room * (high > 0)]
@@ -140,7 +141,7 @@ def effect_bars(effect: Effect, *, top: int = 20) -> plotly.graph_objects.Figure
     more = len(effect.targets) - len(order)
     about = about_effect(effect)
     details = (*about, f"the {len(order)} largest of {len(effect.targets)}") if more else about
-    first = f"Effects on {effect.metric}: total, direct, indirect"
+    first = f"Effects on {metric_words(effect)}: total, direct, indirect"
     lay_out(
         figure,
         heading_of(first, effect.unit, *details),
@@ -193,6 +194,7 @@ def lines_by_depth(
             mode="lines+markers",
             line={"color": SERIES[number % len(SERIES)]},
             marker={"symbol": number, "size": 7},
+            cliponaxis=False,
             hovertemplate=f"{literal(name)}, %{{customdata}}: %{{y:.5g}} {literal(unit)}"
             "<extra></extra>",
         )

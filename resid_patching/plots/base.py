@@ -73,7 +73,7 @@ def lay_out(
         title=title,
         width=width,
         height=top + above + inside + below,
-        margin={"l": 70, "r": 30, "t": top + above, "b": below},
+        margin={"l": 50, "r": 30, "t": top + above, "b": below},
         meta={"heading": list(heading), "title_height": top, "least": least},
         **layout,
     )
@@ -103,6 +103,11 @@ def over_prompts(result: Result) -> str:
     """What a mean over prompts was taken over."""
     n = result.provenance.n_prompts
     return f"mean over {n} prompts" if n > 1 else "one prompt"
+
+
+def bar_size(height: int) -> dict[str, Any]:
+    """A colour bar no longer than one grid, in pixels, and no longer than the eye needs."""
+    return {"lenmode": "pixels", "len": max(100, min(300, height + 20)), "y": 1, "yanchor": "top"}
 
 
 def scale_of(colours: Sequence[str]) -> list[list[Any]]:

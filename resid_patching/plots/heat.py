@@ -19,6 +19,7 @@ from resid_patching.plots.base import (
     CHARACTER,
     INK,
     RED_TO_BLUE,
+    bar_size,
     heading_of,
     lay_out,
     listed,
@@ -40,8 +41,8 @@ Of: TypeAlias = Literal["total", "direct", "indirect"]
 _CELL_WIDTH, _ROW_HEIGHT = 46, 23  # pixels
 _NARROW = 40  # cells narrower than this show no numbers
 _MANY_ROWS = 40  # from here on rows are thinner, and cells show no numbers
-_LEAST_CELL = 23  # two digits of a label
-_SCREEN = 1180  # what panels side by side may take
+_LEAST_CELL = 20  # two digits of a label
+_SCREEN = 1200  # what panels side by side may take
 
 
 def heatmap(
@@ -75,12 +76,13 @@ def heatmap(
     return figure
 
 
-def effect_grids(effect: Effect) -> plotly.graph_objects.Figure:
+def effect_grids(effect: Effect, *, top: int = 40) -> plotly.graph_objects.Figure:
     """Total, direct and indirect effects side by side, on one scale.
 
     Args:
         effect: of heads, one at a time (layer × head), or of a path to readers side by side
             (sender × reader).
+        top: of a path, so many senders and readers, by their largest total effect.
 
     Returns:
         A figure with a trace of numbers for each of the three, and of what has none.
@@ -90,9 +92,41 @@ def effect_grids(effect: Effect) -> plotly.graph_objects.Figure:
         ValueError: the targets are not heads.
     """
     parts: tuple[Of, ...] = ("total", "direct", "indirect")
-    grids = {of: _grid(effect, of) for of in parts}
-    heading = _heading(effect, "total", f"Effects on {effect.metric}: total, direct, indirect")
+    grids: dict[str, Grid] = {of: _grid(effect, of) for of in parts}
+    n_rows, n_columns = grids["total"].values.shape
+    if effect.readers:
+        grids = _strongest(grids, top)
+    shown = grids["total"].values.shape
+    heading = _heading(
+        effect, "total", f"Effects on {metric_words(effect)}: total, direct, indirect"
+    )
+    for what, n, n_all in (("senders", shown[0], n_rows), ("readers", shown[1], n_columns)):
+        heading[-1] += f"; the strongest {n} of {n_all} {what}" if n < n_all else ""
     return side_by_side(grids, effect.unit, heading)
+
+
+def _strongest(grids: Mapping[str, Grid], top: int) -> dict[str, Grid]:
+    """The rows and columns with the largest totals, in the order they were given."""
+    sizes = grids["total"].values.nan_to_num().abs()
+    rows = sorted(sizes.amax(1).sort(descending=True, stable=True).indices[:top].tolist())
+    columns = sorted(sizes.amax(0).sort(descending=True, stable=True).indices[:top].tolist())
+
+    def part(grid: Grid) -> Grid:
+        beside = {name: values[rows][:, columns] for name, values in grid.beside.items()}
+        return Grid(
+            Axis(grid.rows.name, tuple(grid.rows.labels[n] for n in rows)),
+            Axis(grid.columns.name, tuple(grid.columns.labels[n] for n in columns)),
+            grid.values[rows][:, columns],
+            beside,
+        )
+
+    return {name: part(grid) for name, grid in grids.items()}
+
+
+def metric_words(effect: Effect) -> str:
+    """The metric, for readers: where each prompt has its own answer, it says so."""
+    each = "(one a prompt) - (one a prompt)"
+    return effect.metric.replace(each, "of each prompt's answer - foil")
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +169,8 @@ def _grid(result: Result, of: Of) -> Grid:
         parts = {"total": result.total, "direct": result.direct, "indirect": result.indirect}
         means = {name: result.mean(part) for name, part in parts.items()}
         if result.readers:
-            return Grid(result.axis("target"), result.axis("reader"), means[of], means)
+            senders = Axis("sender", result.axis("target").labels)
+            return Grid(senders, result.axis("reader"), means[of], means)
         return _by_layer(result.targets, means, of)
     if isinstance(result, Attribution):
         if len(result.axis("pos").labels) != 1:
@@ -191,14 +226,26 @@ def about_effect(effect: Effect) -> tuple[str, ...]:
 def _heading(result: Result, of: Of, title: str | None) -> list[str]:
     """What the numbers are; then unit, kind, place and prompts."""
     if isinstance(result, Effect):
-        first = title or f"{of.capitalize()} effect on {result.metric}"
+        first = title or f"{of.capitalize()} effect on {metric_words(result)}"
         return heading_of(first, result.unit, *about_effect(result))
     plan, details = result.provenance.plan, [over_prompts(result)]
     if isinstance(result, Attribution):
+        plan = what_is_scored(result)
         details.append(_others(result))
     if title is not None:
         details.insert(0, plan)
     return heading_of(title or plan, result.unit, *details)
+
+
+def what_is_scored(found: Attribution) -> str:
+    """Answer and foil, where all prompts agree on them; else the plan."""
+    answers, foils = set(found.answer_texts), set(found.foil_texts or ())
+    if len(answers) > 1 or len(foils) > 1:
+        return found.provenance.plan
+    foil = f'"{foils.pop()}"' if foils else "the vocabulary mean"
+    plan = f'direct logit attribution by {found.by}, "{answers.pop()}" against {foil}'
+    capped = found.capped_value is not None
+    return f"{plan}, before the output softcap" if capped else plan
 
 
 def _others(found: Attribution) -> str:
@@ -212,7 +259,14 @@ def _others(found: Attribution) -> str:
 
 
 def traces(
-    go: Any, grid: Grid, unit: str, largest: float, *, cell: int = _CELL_WIDTH, bar: bool = True
+    go: Any,
+    grid: Grid,
+    unit: str,
+    largest: float,
+    *,
+    cell: int = _CELL_WIDTH,
+    bar: bool = True,
+    alike: bool = False,
 ) -> list[Any]:
     """The cells of a grid on a scale around 0, and those without a number in grey.
 
@@ -223,9 +277,11 @@ def traces(
         largest: where the scale ends on either side.
         cell: pixels of a cell's width; narrow ones show no number.
         bar: whether the scale stands beside them.
+        alike: whether cells have the digits of the scale's end rather than of their own.
     """
     numbers = listed(grid.values.tolist())
     known = [number for row in numbers for number in row if number is not None]
+    known = [largest] if alike else known
     beside = torch.stack(list(grid.beside.values()), -1) if len(grid.beside) > 1 else None
     lines = [f"{grid.rows.name} %{{y}}", f"{grid.columns.name} %{{x}}"]
     lines.append(f"%{{z:+.5g}} {literal(unit)}")
@@ -240,7 +296,7 @@ def traces(
         zmid=0,
         zmax=largest,
         colorscale=scale_of(RED_TO_BLUE),
-        colorbar={"title": {"text": literal(unit)}, "thickness": 12},
+        colorbar={"title": {"text": literal(unit)}, "thickness": 12, **bar_size(grid.height)},
         showscale=bar,
         texttemplate=None if grid.is_tall or cell < _NARROW else f"%{{z:{short(known)}}}",
         textfont={"size": 10},
@@ -278,6 +334,11 @@ _LABELS = {"tickfont": {"size": 11}, "automargin": True, "showgrid": False, "zer
 _CATEGORIES = {"type": "category", "tickmode": "linear", "dtick": 1, **_LABELS}
 
 
+def _slant(longest: int, cell: int) -> dict[str, Any]:
+    """Labels that are wider than their cells stand at a slant."""
+    return {"tickangle": -60} if longest * CHARACTER > cell else {}
+
+
 def _with_absent(heading: Sequence[str], grid: Grid) -> list[str]:
     note = "; grey ×: no value" if bool(grid.values.isnan().any()) else ""
     return [*heading[:-1], heading[-1] + note]
@@ -289,11 +350,13 @@ def _lay_out_one(figure: Any, grid: Grid, heading: Sequence[str]) -> None:
     lay_out(
         figure,
         _with_absent(heading, grid),
-        width=max(440, 190 + n_columns * max(_CELL_WIDTH, round(longest * CHARACTER))),
+        width=max(440, 190 + n_columns * _CELL_WIDTH),
         inside=max(110, 15 + grid.height),  # for the scale beside
-        least=150 + n_columns * max(_LEAST_CELL, min(30, round(longest * CHARACTER))),
+        least=130 + n_columns * _LEAST_CELL,
     )
-    figure.update_xaxes(title={"text": grid.columns.name}, **_CATEGORIES)
+    figure.update_xaxes(
+        title={"text": grid.columns.name}, **_CATEGORIES, **_slant(longest, _CELL_WIDTH)
+    )
     figure.update_yaxes(title={"text": grid.rows.name}, autorange="reversed", **_CATEGORIES)
 
 
@@ -313,13 +376,13 @@ def side_by_side(
     row_names, n_columns = names(first.rows), len(first.columns.labels)
     left = 45 + round(CHARACTER * max(map(len, row_names)))
     longest = max(map(len, names(first.columns)))
-    fits = (_SCREEN - left - 90) // n // n_columns
-    across = fits >= max(_LEAST_CELL, min(30, round(longest * CHARACTER)))
+    fits = (_SCREEN - left - 90 - 26 * (n - 1)) // n // n_columns
+    across = fits >= 23
     cell = min(_CELL_WIDTH, fits) if across else _CELL_WIDTH
     wide = max(cell * n_columns, 90)
     from plotly.subplots import make_subplots
 
-    gap = 26 if across else 34 + (18 if longest < 4 else round(longest * CHARACTER))
+    gap = 26 if across else 60 + (0 if longest * CHARACTER <= cell else round(longest * 5.8))
     whole = n * wide + (n - 1) * gap if across else n * first.height + (n - 1) * gap
     figure = make_subplots(
         rows=1 if across else n,
@@ -330,14 +393,16 @@ def side_by_side(
     )
     for number, grid in enumerate(grids.values()):
         place = {"row": 1, "col": number + 1} if across else {"row": number + 1, "col": 1}
-        for trace in traces(go, grid, unit, largest, cell=cell, bar=number == 0):
+        for trace in traces(go, grid, unit, largest, cell=cell, bar=number == 0, alike=True):
             figure.add_trace(trace, **place)
     inside = max(110, first.height if across else whole)
     width = left + (whole if across else wide) + 90
     lay_out(figure, _with_absent(heading, first), width=width, inside=inside, above=24, least=width)
     figure.update_annotations(font={"size": 13})
-    figure.update_xaxes(**_CATEGORIES)
+    figure.update_xaxes(**_CATEGORIES, **_slant(longest, cell))
     figure.update_yaxes(autorange="reversed", **_CATEGORIES)
+    if not across:
+        figure.update_annotations(x=0, xanchor="left")
     if across:
         figure.update_xaxes(title={"text": first.columns.name, "standoff": 4})
         figure.update_yaxes(title={"text": first.rows.name}, col=1)

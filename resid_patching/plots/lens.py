@@ -15,6 +15,7 @@ from resid_patching.plots.base import (
     BLUES,
     CHARACTER,
     ORANGES,
+    bar_size,
     heading_of,
     lay_out,
     listed,
@@ -101,13 +102,13 @@ def trajectory(
             y=[literal(label) for label in labels],
             text=_top_texts(tops[number], batch, len(tokens)),
             texttemplate="%{text}",
-            textfont={"size": 11},
+            textfont={"size": 11, "color": "#111111"},
             customdata=_hovers(measured, labels, tokens, batch),
             hovertemplate="%{customdata}<extra></extra>",
             zmin=0,
             zmax=1 if shade == "probability" else largest,
-            colorscale=scale_of(BLUES if shade == "probability" else ORANGES),
-            colorbar={"title": {"text": _UNITS[shade]}, "thickness": 12},
+            colorscale=scale_of(BLUES[:6] if shade == "probability" else ORANGES[:6]),
+            colorbar={"title": {"text": _UNITS[shade]}, "thickness": 12, **bar_size(tall)},
             showscale=number == 0,
             xgap=1,
             ygap=1,
@@ -121,7 +122,10 @@ def trajectory(
         f"prompt {batch}",
         "the last row is the model's own output",
     )
-    below = 45 + round(CHARACTER * (4 + max(min(_LONGEST, len(t)) for t in tokens)))
+    if not across:
+        figure.update_annotations(x=0, xanchor="left")
+    figure.update_annotations(font={"size": 13})
+    below = _room_for(tokens)
     width = max(560, left + (whole if across else wide) + 100)
     lay_out(
         figure,
@@ -145,6 +149,11 @@ def trajectory(
         autorange="reversed", tickmode="linear", dtick=1, tickfont={"size": 11}, **axes
     )
     return figure
+
+
+def _room_for(tokens: Sequence[str]) -> int:
+    """Height of the tokens below a grid, written at a slant."""
+    return 20 + round(0.87 * CHARACTER * (5 + max(min(_LONGEST, len(t)) for t in tokens)))
 
 
 def _measured(lens: LensReadout | TopTokens, top: int) -> dict[str, LensResult]:
@@ -284,13 +293,15 @@ def lens_grid(result: LensResult, *, batch: int = 0) -> plotly.graph_objects.Fig
     )
     absent = torch.isnan(values)
     note = ("grey: no value",) if bool(absent.any()) else ()
-    heading = heading_of(result.provenance.plan, result.unit, f"prompt {batch}", *note)
+    plan = result.provenance.plan
+    plan = plan.replace("kl", "KL(final || lens)", 1) if plan.startswith("kl,") else plan
+    heading = heading_of(plan, result.unit, f"prompt {batch}", *note)
     lay_out(
         figure,
         heading,
         width=max(440, 200 + 30 * len(tokens)),
         inside=max(110, 20 * len(labels)),
-        below=45 + round(CHARACTER * (4 + max(min(_LONGEST, len(t)) for t in tokens))),
+        below=_room_for(tokens),
         least=max(330, 160 + 18 * len(tokens)),
         plot_bgcolor=ABSENT if bool(absent.any()) else "#ffffff",
     )

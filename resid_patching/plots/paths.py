@@ -31,12 +31,12 @@ from resid_patching.plots.base import (
     literal,
     require_plotly,
 )
-from resid_patching.plots.heat import about_effect
+from resid_patching.plots.heat import about_effect, metric_words
 
 if TYPE_CHECKING:
     import plotly.graph_objects
 
-_ROW, _COLUMN = 64, 58  # pixels
+_ROW, _COLUMN = 64, 76  # pixels
 _WIDEST_LINE = 9.0  # pixels
 
 
@@ -67,7 +67,8 @@ def path_diagram(effect: Effect, *, top: int = 30) -> plotly.graph_objects.Figur
     go = require_plotly()
     if not effect.readers:
         raise ValueError(
-            "a diagram is of paths to readers side by side, such as to=rp.readers('9.9.q', 'logits')"
+            "a diagram is of paths to readers side by side, "
+            "such as to=rp.readers('9.9.q', 'logits')"
         )
     paths, n_known = _largest(effect, top)
     if not paths:
@@ -85,14 +86,16 @@ def path_diagram(effect: Effect, *, top: int = 30) -> plotly.graph_objects.Figur
     left_out = n_known - len(paths)
     about = (f"the {len(paths)} largest of {n_known} paths",) if left_out else ()
     heading = heading_of(
-        f"Paths by their total effect on {effect.metric}",
+        f"Paths by their total effect on {metric_words(effect)}",
         effect.unit,
         *about_effect(effect),
         *about,
         "width: size; blue: above 0; red, dashed: below 0",
     )
     columns = [x for x, _ in places.values()]
-    width = max(460, 190 + round(_COLUMN * (max(columns) - min(columns) + 1)))
+    several = len({path.reader.rpartition(".")[2] for path in paths} & {"q", "k", "v"}) > 1
+    column = _COLUMN * (1.5 if several else 1)
+    width = max(640, 190 + round(column * (max(columns) - min(columns) + 1)))
     lay_out(
         figure,
         heading,
@@ -106,7 +109,7 @@ def path_diagram(effect: Effect, *, top: int = 30) -> plotly.graph_objects.Figur
     figure.update_yaxes(
         tickvals=list(rows.values()),
         ticktext=[band[2] for band in bands],
-        range=[len(rows) - 0.5, -0.5],
+        range=[len(rows) - 0.45, -0.55],
         gridcolor="#eeeeee",
         zeroline=False,
         automargin=True,
@@ -159,29 +162,34 @@ def _band(label: str, is_sender: bool) -> _Band:
 def _places(
     paths: list[_Path], rows: dict[_Band, int]
 ) -> dict[tuple[str, bool], tuple[float, float]]:
-    """X and y of every node; those of a row stand apart, in the order of their labels."""
+    """X and y of every node: heads by their number, everything else in the middle."""
     nodes = {(p.sender, True) for p in paths} | {(p.reader, False) for p in paths}
-    by_row: dict[int, list[tuple[str, bool]]] = {}
-    for node in nodes:
-        by_row.setdefault(rows[_band(*node)], []).append(node)
-    widest = max(map(len, by_row.values()))
+    heads = {label: x for label, _ in nodes if (x := _head_column(label)) is not None}
+    middle = (min(heads.values()) + max(heads.values())) / 2 if heads else 0.0
+    others: dict[int, list[tuple[str, bool]]] = {}
     found = {}
-    for row, members in by_row.items():
-        members.sort(key=lambda node: _number(node[0]))
-        # Rows with fewer nodes are spread, and shifted a little so that lines rarely coincide.
-        step = widest / len(members)
+    for node in sorted(nodes):
+        row = rows[_band(*node)]
+        if node[0] in heads:
+            # A little aside, so that lines of one column do not hide each other.
+            found[node] = (heads[node[0]] + 0.1 * (row % 3 - 1), float(row))
+        else:
+            others.setdefault(row, []).append(node)
+    for row, members in others.items():
         for number, node in enumerate(members):
-            found[node] = (step * (number + 0.5) + 0.12 * (row % 3 - 1), float(row))
+            found[node] = (middle + number - (len(members) - 1) / 2, float(row))
     return found
 
 
-def _number(label: str) -> tuple[int, str]:
-    """Heads in the order of their numbers."""
+def _head_column(label: str) -> float | None:
+    """The number of a head; what its query, key and value read stand beside each other."""
     try:
-        address: Any = parse(label)
+        address = parse(label)
     except AddressError:
-        return (0, label)
-    return (getattr(address, "head", getattr(address, "index", -1)), label)
+        return None
+    if isinstance(address, HeadInput):
+        return address.head + {"q": -0.33, "k": 0.0, "v": 0.33}[address.which]
+    return float(address.head) if isinstance(address, Head) else None
 
 
 def _line(path: _Path, places: Any, largest: float) -> dict[str, Any]:
@@ -194,7 +202,7 @@ def _line(path: _Path, places: Any, largest: float) -> dict[str, Any]:
         "line": {
             "width": max(0.8, _WIDEST_LINE * share),
             "color": POSITIVE if path.total > 0 else NEGATIVE,
-            "dash": "solid" if path.total > 0 else "dash",
+            "dash": "solid" if path.total > 0 else "10px,5px",
         },
         "opacity": 0.35 + 0.6 * share,
         "hoverinfo": "skip",

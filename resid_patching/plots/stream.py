@@ -29,7 +29,7 @@ def stream(report: StreamReport) -> plotly.graph_objects.Figure:
 
     frame = report.summary()
     writes = [literal(write) for write in frame["write"]]
-    titles = ("norms", "share: norm of the write / norm of the stream after it")
+    titles = ("norms", "share (write / stream after it)")
     figure = make_subplots(
         rows=3,
         cols=1,
@@ -52,6 +52,7 @@ def stream(report: StreamReport) -> plotly.graph_objects.Figure:
             mode="lines+markers",
             line={"color": colour},
             marker={"symbol": symbol, "size": 6},
+            cliponaxis=False,
             showlegend=row == 1,
             hovertemplate=f"{name}, %{{customdata}}: %{{y:.5g}}<extra></extra>",
         )
