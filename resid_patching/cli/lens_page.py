@@ -60,6 +60,7 @@ def lens_page(
             page.raw(_grid(reading, found, number) + "</figure>")
     page.heading("By layer")
     readouts = [reading.readout for reading in readings]
+    page.draw_main = lambda: plots.trajectory(*readouts)
     page.picture(lambda: plots.lens_by_layer(*readouts))
     page.picture(lambda: plots.lens_by_layer(*readouts, quantity="entropy"))
     page.heading("Cells")

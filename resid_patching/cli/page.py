@@ -57,14 +57,11 @@ def write_page(arguments: Namespace, build: Callable[[], Page]) -> None:
     from resid_patching.result import write_bytes, write_text
 
     page = build()
-    if arguments.png is not None:
-        from resid_patching import plots
-
-        if not page.figures:
-            raise MissingExtraError(page.why_no_picture or "there is no picture to draw")
-        write_bytes(arguments.png, plots.png(page.figures[0]))
+    image = None if arguments.png is None else page.png()
     if arguments.html is not None:
         write_text(arguments.html, page.html())
+    if image is not None:
+        write_bytes(arguments.png, image)
 
 
 def asked(arguments: Namespace) -> dict[str, Any]:
@@ -86,7 +83,7 @@ class Number:
         text: how it is shown.
     """
 
-    value: float | None
+    value: float | int | None
     text: str
 
 
@@ -96,6 +93,7 @@ class Page:
     Attributes:
         title: as plain text.
         figures: the pictures so far.
+        draw_main: draws what a PNG shows; None for the first picture.
         why_no_picture: what kept the last picture from being drawn.
     """
 
@@ -103,6 +101,7 @@ class Page:
         """Begins a page; `stand_in` says so where the shipped model stands in for another."""
         self.title = title
         self.figures: list[Any] = []
+        self.draw_main: Callable[[], Any] | None = None
         self.why_no_picture: str | None = None
         self._body = [f"<h1>{escape(title)}</h1>"]
         self._asked_for_plotly = False
@@ -174,6 +173,20 @@ class Page:
             (name.replace("_", "-"), value) for name, value in flags.items() if value is not None
         ]
         self.folded("Where the numbers come from", rows)
+
+    def png(self) -> bytes:
+        """The main picture as a PNG.
+
+        Raises:
+            MissingExtraError: there is no picture, or nothing can draw it.
+        """
+        from resid_patching import plots
+
+        if self.draw_main is not None:
+            return plots.png(self.draw_main())
+        if not self.figures:
+            raise MissingExtraError(self.why_no_picture or "there is no picture to draw")
+        return plots.png(self.figures[0])
 
     def html(self) -> str:
         """The whole page."""
