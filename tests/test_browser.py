@@ -119,7 +119,7 @@ def test_hovering_over_a_heat_map_shows_the_cell(browser, pages):
     for row, column in itertools.product((0, rows - 1), (0, columns - 1)):
         across = x + ((column + 0.5) / columns - 0.5) * width
         browser.point(across, y + ((row + 0.5) / rows - 0.5) * height)
-        number = f"{heat['z'][row][column]:+.5g} logits".replace("-", "\N{MINUS SIGN}")
+        number = f"{heat['z'][row][column]:+.5g} logits"
         shown = "document.querySelector('#picture-0 .hoverlayer')?.textContent ?? ''"
         browser.wait(f"({shown}).includes({json.dumps(number)})", 10)
         assert f"layer {row}head {column}" in browser.run(shown)

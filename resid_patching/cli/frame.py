@@ -184,9 +184,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--html", metavar="FILE", help="write one HTML page: pictures, and a table that sorts"
     )
-    group.add_argument(
-        "--png", metavar="FILE", help="write the main picture as PNG (needs kaleido)"
-    )
+    group.add_argument("--png", metavar="FILE", help="write the main picture (needs kaleido)")
     group.add_argument("--debug", action="store_true", help="show tracebacks and library warnings")
 
 

@@ -82,7 +82,7 @@ class TopTokens(LensResult):
         """The top token of each layer after the last token of each prompt."""
         frame = self.to_frame()
         last = frame["batch"].map({n: len(t) - 1 for n, t in enumerate(self.token_texts)})
-        chosen = frame[(frame["rank"] == 0) & (frame["pos"] == last)]
+        chosen = frame.loc[(frame["rank"] == 0) & (frame["pos"] == last)]
         return chosen, "the top token of each layer at each prompt's last position"
 
     def to_frame(self) -> pandas.DataFrame:

@@ -384,15 +384,18 @@ def side_by_side(
 
     gap = 26 if across else 60 + (0 if longest * CHARACTER <= cell else round(longest * 5.8))
     whole = n * wide + (n - 1) * gap if across else n * first.height + (n - 1) * gap
+    spacing: dict[str, Any] = {"horizontal_spacing" if across else "vertical_spacing": gap / whole}
     figure = make_subplots(
         rows=1 if across else n,
         cols=n if across else 1,
         subplot_titles=[literal(name) for name in grids],
         shared_yaxes=across,
-        **{"horizontal_spacing" if across else "vertical_spacing": gap / whole},
+        **spacing,
     )
     for number, grid in enumerate(grids.values()):
-        place = {"row": 1, "col": number + 1} if across else {"row": number + 1, "col": 1}
+        place: dict[str, Any] = (
+            {"row": 1, "col": number + 1} if across else {"row": number + 1, "col": 1}
+        )
         for trace in traces(go, grid, unit, largest, cell=cell, bar=number == 0, alike=True):
             figure.add_trace(trace, **place)
     inside = max(110, first.height if across else whole)

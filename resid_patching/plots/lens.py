@@ -84,18 +84,21 @@ def trajectory(
     across = len(found) * wide + left <= 1180
     gap = (30 if across else 130) if len(found) > 1 else 0
     whole = (wide if across else tall) * len(found) + gap * (len(found) - 1)
+    spacing: dict[str, Any] = {"horizontal_spacing" if across else "vertical_spacing": gap / whole}
     figure = make_subplots(
         rows=1 if across else len(found),
         cols=len(found) if across else 1,
         subplot_titles=titles if len(found) > 1 else None,
         shared_yaxes=across,
-        **{"horizontal_spacing" if across else "vertical_spacing": gap / whole},
+        **spacing,
     )
     values = [measured[shade].values[:, batch, : len(tokens)] for measured in found]
     values = [v[..., 0] if v.ndim == 3 else v for v in values]
     largest = max(float(v.nan_to_num().max()) for v in values) or 1.0
     for number, measured in enumerate(found):
-        place = {"row": 1, "col": number + 1} if across else {"row": number + 1, "col": 1}
+        place: dict[str, Any] = (
+            {"row": 1, "col": number + 1} if across else {"row": number + 1, "col": 1}
+        )
         trace = go.Heatmap(
             z=listed(values[number].detach().double().cpu().tolist()),
             x=[str(position) for position in range(len(tokens))],
