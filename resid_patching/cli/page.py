@@ -57,10 +57,10 @@ def write_page(arguments: Namespace, build: Callable[[], Page]) -> None:
     from resid_patching.result import write_bytes, write_text
 
     page = build()
-    image = None if arguments.png is None else page.png()
+    image = b"" if arguments.png is None else page.png()
     if arguments.html is not None:
         write_text(arguments.html, page.html())
-    if image is not None:
+    if arguments.png is not None:
         write_bytes(arguments.png, image)
 
 
