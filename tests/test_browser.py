@@ -23,7 +23,7 @@ COMMANDS = {
     "tuned-lens-show": ["tuned-lens", "show", "--lens", "demo", *PROMPT],
     "tuned-lens-eval": ["tuned-lens", "eval", "--lens", "demo"],
     "tuned-lens-fit": "tuned-lens fit --tokens 600 --steps 0 --validation-tokens 64".split(),
-    "stream": ["stream", *PROMPT, "--overwrite"],
+    "stream": ["stream", *PROMPT, "--write-scale", "0.5"],
 }
 WITH_PROMPTS = [name for name in COMMANDS if name not in ("tuned-lens-eval", "tuned-lens-fit")]
 
