@@ -243,6 +243,20 @@ def test_effects_side_by_side_share_a_scale_and_show_the_frame(swept, edges):
                     assert shown is None or shown == pytest.approx(known, abs=1e-7)
 
 
+def test_targets_at_each_position_in_turn_are_a_grid(base):
+    metric = rp.logit_diff(" the", " a")
+    effect = rp.ablate(base, ["attn.0", "mlp.1"], rp.Zero(), metric=metric, positions="each")
+    means = effect.mean(effect.total)
+    shown = read_back(plots.show(effect))
+    assert len(shown) == means.numel()
+    for (target, place), value in shown.items():
+        known = float(means[effect.targets.index(target), int(place)])
+        assert (value is None) == (known != known)
+        assert value is None or value == pytest.approx(known, abs=1e-7)
+    with pytest.raises(ValueError, match="choose one position first"):
+        plots.effect_bars(effect)
+
+
 def test_a_large_grid_of_paths_keeps_the_strongest_and_says_so(edges):
     figure = plots.effect_grids(edges, top=2)
     total = edges.mean(edges.total).nan_to_num().abs()

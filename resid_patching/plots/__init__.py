@@ -83,7 +83,7 @@ def show(result: Result | LensReadout | TunedLens) -> plotly.graph_objects.Figur
 
 def _is_grid(effect: Effect) -> bool:
     several = len(effect.targets) > 1
-    return bool(effect.readers) or several and all(as_head(t) for t in effect.targets)
+    return effect.columns is not None or several and all(as_head(t) for t in effect.targets)
 
 
 def _attribution(found: Attribution) -> Any:

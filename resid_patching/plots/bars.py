@@ -105,7 +105,7 @@ def effect_bars(effect: Effect, *, top: int = 20) -> plotly.graph_objects.Figure
     """Total, direct and indirect effects of the largest targets, three bars each.
 
     Args:
-        effect: of any targets; of one reader.
+        effect: of any targets; of one reader, or not at each position in turn.
         top: how many targets, by size of their total effect.
 
     Returns:
@@ -113,11 +113,12 @@ def effect_bars(effect: Effect, *, top: int = 20) -> plotly.graph_objects.Figure
 
     Raises:
         MissingExtraError: plotly is not installed.
-        ValueError: there are several readers, or no number.
+        ValueError: there are several readers or positions, or no number.
     """
     go = require_plotly()
-    if effect.readers:
-        raise ValueError("choose one of the readers first: effect.reader(label)")
+    if effect.columns is not None:
+        name = effect.columns.name
+        raise ValueError(f"choose one {name} first: effect.{name}(...)")
     parts = {"total": effect.total, "direct": effect.direct, "indirect": effect.indirect}
     means = {name: effect.mean(part) for name, part in parts.items()}
     sizes = means["total"].abs()

@@ -81,8 +81,8 @@ def effect_grids(effect: Effect, *, top: int = 40) -> plotly.graph_objects.Figur
 
     Args:
         effect: of heads, one at a time (layer × head), or of a path to readers side by side
-            (sender × reader).
-        top: of a path, so many senders and readers, by their largest total effect.
+            (sender × reader), or of targets at each position in turn (target × position).
+        top: of these two, so many rows and columns, by their largest total effect.
 
     Returns:
         A figure with a trace of numbers for each of the three, and of what has none.
@@ -94,14 +94,15 @@ def effect_grids(effect: Effect, *, top: int = 40) -> plotly.graph_objects.Figur
     parts: tuple[Of, ...] = ("total", "direct", "indirect")
     grids: dict[str, Grid] = {of: _grid(effect, of) for of in parts}
     n_rows, n_columns = grids["total"].values.shape
-    if effect.readers:
+    if effect.columns is not None:
         grids = _strongest(grids, top)
     shown = grids["total"].values.shape
     heading = _heading(
         effect, "total", f"Effects on {metric_words(effect)}: total, direct, indirect"
     )
-    for what, n, n_all in (("senders", shown[0], n_rows), ("readers", shown[1], n_columns)):
-        heading[-1] += f"; the strongest {n} of {n_all} {what}" if n < n_all else ""
+    names_of = (grids["total"].rows.name, grids["total"].columns.name)
+    for what, n, n_all in zip(names_of, shown, (n_rows, n_columns), strict=True):
+        heading[-1] += f"; the strongest {n} of {n_all} {what}s" if n < n_all else ""
     return side_by_side(grids, effect.unit, heading)
 
 
@@ -168,9 +169,9 @@ def _grid(result: Result, of: Of) -> Grid:
     if isinstance(result, Effect):
         parts = {"total": result.total, "direct": result.direct, "indirect": result.indirect}
         means = {name: result.mean(part) for name, part in parts.items()}
-        if result.readers:
-            senders = Axis("sender", result.axis("target").labels)
-            return Grid(senders, result.axis("reader"), means[of], means)
+        if result.columns is not None:
+            rows = Axis("sender" if result.readers else "target", result.axis("target").labels)
+            return Grid(rows, result.columns, means[of], means)
         return _by_layer(result.targets, means, of)
     if isinstance(result, Attribution):
         if len(result.axis("pos").labels) != 1:
