@@ -130,11 +130,15 @@ def test_hovering_over_a_line_shows_the_point(browser, pages, name):
     opened(browser, pages[name])
     figure = json.loads(browser.run("document.querySelector('.picture script').textContent"))
     line = figure["data"][0]
-    browser.point(*middle(browser, "document.querySelector('#picture-0 .points path')"))
+    browser.point(
+        *middle(
+            browser, f"document.querySelectorAll('#picture-0 .points path')[{len(line['y']) - 1}]"
+        )
+    )
     shown = "document.querySelector('#picture-0 .hoverlayer')?.textContent ?? ''"
     browser.wait(f"({shown}) !== ''", 10)
     said = browser.run(shown)
-    assert f"{line['name']}, {line['customdata'][0]}: {line['y'][0]:.5g}" in said
+    assert f"{line['name']}, {line['customdata'][-1]}: {line['y'][-1]:.5g}" in said
 
 
 def test_pointing_at_a_cell_of_a_lens_shows_its_tokens(browser, pages):
