@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from resid_patching.errors import ResultFormatError
+from resid_patching.markup import table
 from resid_patching.models import ModelView, report
 from resid_patching.prompts import Prompts
 from resid_patching.version import __version__
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import pandas
 
 FORMAT_VERSION = 2  # 1 had no checksum
+_ROWS_SHOWN = 10  # in notebooks
 R = TypeVar("R", bound="Result")
 
 
@@ -136,6 +138,18 @@ class Result:
     def __repr__(self) -> str:
         shape = " × ".join(f"{len(axis.labels)} {axis.name}" for axis in self.axes)
         return f"{type(self).__name__}({self.provenance.plan}; {shape}; {self.unit})"
+
+    def _repr_html_(self) -> str:
+        """A line that says what this is, and its first rows, for notebooks; no script."""
+        frame, which = self._rows_shown()
+        rows = [[_short(cell) for cell in row] for row in frame.itertuples(index=False)]
+        return table([str(name) for name in frame.columns], rows, f"{self!r}: {which}")
+
+    def _rows_shown(self) -> tuple[pandas.DataFrame, str]:
+        """What a notebook shows of the result, and which rows these are."""
+        frame = self.top(_ROWS_SHOWN)
+        n = int((~self.values.isnan()).sum())
+        return frame, f"the {len(frame)} largest of {n} cells, by size" if len(frame) < n else "all"
 
     def axis(self, name: str) -> Axis:
         """An axis by name.
@@ -257,6 +271,12 @@ def read_json(text: str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _short(cell: Any) -> str:
+    if not isinstance(cell, float):
+        return str(cell)
+    return "" if math.isnan(cell) else f"{cell:.5g}"
 
 
 def _load_object(text: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from functools import cache
 from pathlib import Path
 
+import browser
 import pytest
 from hypothesis import settings
 
@@ -52,12 +53,18 @@ def _missing(marker: str) -> str | None:
         return f"no SmolLM2-135M at {SMOLLM2} (python scripts/prepare_smollm2.py)"
     if marker == "gpt2" and _gpt2() is None:
         return "no GPT-2 small: neither RESID_PATCHING_GPT2 nor a local hub cache has it"
+    if marker == "browser" and browser.CHROMIUM is None:
+        return "no chromium (apt-get install chromium)"
     return None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "browser: opens pages in Debian's chromium, headless")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for marker in ("shared", "real", "gpt2"):
+    for marker in ("shared", "real", "gpt2", "browser"):
         reason = _missing(marker) if item.get_closest_marker(marker) else None
         if reason is None:
             continue

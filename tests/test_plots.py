@@ -1,5 +1,6 @@
 """Pictures: they show the numbers of the frame they come from, and nothing where there is none."""
 
+import html
 import json
 import sys
 
@@ -207,3 +208,206 @@ def test_what_cannot_be_drawn_is_refused(base, swept, edges):
         plots.heatmap(made_up(torch.ones(1, 1, 3), (0,), (0,)), of="direct")
     with pytest.raises(ValueError, match="no number"):
         plots.bars({"0.0": float("nan")}, title="t", unit="logits")
+
+
+# Further pictures
+
+
+def data(figure):
+    return json.loads(figure.to_json())["data"]
+
+
+@pytest.fixture(scope="module")
+def attributed(base):
+    return rp.direct_logit_attribution(base, " the", " a", by="head")
+
+
+@pytest.fixture(scope="module")
+def lenses(base):
+    return rp.logit_lens(base)
+
+
+def test_effects_side_by_side_share_a_scale_and_show_the_frame(swept, edges):
+    for effect, rows in ((swept, ["target"]), (edges, ["target", "reader"])):
+        frame = effect.to_frame().rename(columns={"value": "total"})
+        means = frame.groupby(rows)[["total", "direct", "indirect"]].mean()
+        grids = [trace for trace in data(plots.effect_grids(effect)) if "zmid" in trace]
+        assert len(grids) == 3 and len({trace["zmax"] for trace in grids}) == 1
+        assert grids[0]["zmax"] == pytest.approx(means.abs().max().max(), abs=1e-7)
+        for name, trace in zip(means.columns, grids, strict=True):
+            for i, y in enumerate(trace["y"]):
+                for j, x in enumerate(trace["x"]):
+                    known = means.loc[f"{y}.{x}" if rows == ["target"] else (y, x), name]
+                    shown = trace["z"][i][j]
+                    assert (shown is None) == (known != known)
+                    assert shown is None or shown == pytest.approx(known, abs=1e-7)
+
+
+def test_targets_at_each_position_in_turn_are_a_grid(base):
+    metric = rp.logit_diff(" the", " a")
+    effect = rp.ablate(base, ["attn.0", "mlp.1"], rp.Zero(), metric=metric, positions="each")
+    means = effect.mean(effect.total)
+    shown = read_back(plots.show(effect))
+    assert len(shown) == means.numel()
+    for (target, place), value in shown.items():
+        known = float(means[effect.targets.index(target), int(place)])
+        assert (value is None) == (known != known)
+        assert value is None or value == pytest.approx(known, abs=1e-7)
+    with pytest.raises(ValueError, match="choose one position first"):
+        plots.effect_bars(effect)
+
+
+def test_a_large_grid_of_paths_keeps_the_strongest_and_says_so(edges):
+    figure = plots.effect_grids(edges, top=2)
+    total = edges.mean(edges.total).nan_to_num().abs()
+    strongest = {edges.targets[n] for n in total.amax(1).topk(2).indices.tolist()}
+    assert set(figure.data[0].y) == strongest
+    assert f"the strongest 2 of {len(edges.targets)} senders" in figure.layout.meta["heading"][1]
+
+
+def test_bars_of_effects_show_the_largest_targets(swept):
+    frame = swept.to_frame().rename(columns={"value": "total"})
+    means = frame.groupby("target")[["total", "direct", "indirect"]].mean()
+    traces = data(plots.effect_bars(swept, top=5))
+    assert [trace["name"] for trace in traces] == list(means.columns)
+    order = means["total"].abs().sort_values(ascending=False).index[:5].tolist()
+    for trace in traces:
+        assert trace["customdata"] == order
+        assert trace["x"] == pytest.approx(means.loc[order, trace["name"]].tolist(), abs=1e-7)
+
+
+def test_attribution_bars_add_up_to_the_model(attributed):
+    (trace,) = data(plots.attribution_bars(attributed, top=4))
+    assert sum(trace["x"]) == pytest.approx(float(attributed.model_value.mean()), abs=1e-4)
+    assert trace["y"][-1] == f"{len(attributed.components) - 4} other rows"
+    largest = attributed.values[..., 0].mean(1).abs().max()
+    assert abs(trace["x"][0]) == pytest.approx(float(largest), abs=1e-6)
+
+
+def test_the_accumulated_sum_ends_at_the_model_whatever_the_grain(base):
+    ends = []
+    for by in ("component", "head", "neuron"):
+        found = rp.direct_logit_attribution(base, " the", " a", by=by)
+        parts, line = data(plots.accumulated(found))
+        assert line["y"][-1] == pytest.approx(float(found.model_value.mean()), abs=1e-4)
+        assert parts["customdata"][-1] == "constants"
+        ends.append(parts["y"])
+    whole = rp.direct_logit_attribution(base, " the", " a").values[:, :, 0].mean(1)
+    for parts in ends:
+        assert parts[:-1] == pytest.approx(whole[:-2].tolist(), abs=1e-4)
+
+
+def test_positions_show_one_prompt_and_its_tokens(base):
+    found = rp.direct_logit_attribution(base, " the", " a", by="head", positions=None)
+    trace = data(plots.by_position(found, batch=0, top=3))[0]
+    n = base.prompts.lengths[0]
+    assert len(trace["x"]) == n < max(base.prompts.lengths) and len(trace["y"]) == 3
+    for row, values in zip(trace["y"], trace["z"], strict=True):
+        expected = found.values[found.components.index(row), 0, :n]
+        assert values == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("shade", ["probability", "kl", "entropy"])
+def test_a_trajectory_shows_tokens_numbers_and_the_last_layer(base, lenses, shade):
+    (trace,) = data(plots.trajectory(lenses, shade=shade, batch=1, top=4))
+    top, n = lenses.top_tokens(4), base.prompts.lengths[1]
+    numbers = top.values[..., 0] if shade == "probability" else getattr(lenses, shade).values
+    assert trace["y"] == list(lenses.labels) and len(trace["x"]) == n
+    for row in range(len(lenses.labels)):
+        assert trace["z"][row] == pytest.approx(numbers[row, 1, :n].tolist(), abs=1e-6)
+    said = trace["customdata"][-1][n - 1]
+    assert said.count("%") >= 4 and "KL(final || lens) 0.0000 nats" in said
+
+
+def test_two_lenses_stand_beside_each_other_and_by_layer(lenses):
+    pair = data(plots.trajectory(lenses, lenses))
+    assert len(pair) == 2 and pair[0]["z"] == pair[1]["z"]
+    (line,) = data(plots.lens_by_layer(lenses))
+    means = lenses.kl.values.double().nanmean((1, 2)).tolist()
+    assert line["y"] == pytest.approx(means, abs=1e-7) and line["customdata"][-1] == "resid_post.2"
+    ticks = plots.lens_by_layer(lenses).layout.xaxis.ticktext
+    assert ticks[-1] == "resid_post.2"
+
+
+def test_lines_and_grids_leave_a_gap_where_there_is_no_number(lenses):
+    figure = plots.kl_by_layer({"logit lens": [1.0, float("nan"), 0.0]}, "abc", over="3 tokens")
+    assert data(figure)[0]["y"] == [1.0, None, 0.0]
+    surprise = data(plots.lens_grid(lenses.cross_entropy))[0]["z"]
+    assert all(row[-1] is None and row[0] is not None for row in surprise)
+
+
+def test_a_path_diagram_shows_the_largest_paths(edges):
+    traces = data(plots.path_diagram(edges, top=3))
+    (numbers,) = [t for t in traces if t.get("customdata")]
+    frame = edges.to_frame().dropna(subset=["value"])
+    frame["indirect"] = frame["value"] - frame["direct"]
+    means = frame.groupby(["target", "reader"])[["value", "direct", "indirect"]].mean()
+    order = means["value"].abs().sort_values(ascending=False).index[:3]
+    assert [tuple(row[:2]) for row in numbers["customdata"]] == list(order)
+    for row, place in zip(numbers["customdata"], order, strict=True):
+        assert row[2:] == pytest.approx(means.loc[place].tolist(), abs=1e-7)
+    lines = [t for t in traces if t["mode"] == "lines"]
+    widths = [t["line"]["width"] for t in lines]
+    assert widths == sorted(widths)
+    largest = numbers["customdata"][0][2]
+    assert lines[-1]["line"]["color"] == ("#2166ac" if largest > 0 else "#b2182b")
+    nodes = {label for t in traces if "text" in t["mode"] for label in t["text"]}
+    assert nodes == {end for row in numbers["customdata"] for end in row[:2]}
+
+
+def test_the_stream_shows_its_summary(base):
+    report = rp.stream_report(base)
+    frame = report.summary()
+    columns = ("mean_stream_norm", "mean_write_norm", "mean_share", "mean_cosine")
+    for trace, column in zip(data(plots.stream(report)), columns, strict=True):
+        assert trace["y"] == pytest.approx(frame[column].tolist(), abs=1e-9)
+        assert trace["customdata"] == frame["write"].tolist()
+
+
+def test_token_text_shades_each_token_and_escapes_it(base):
+    found = rp.direct_logit_attribution(base, " the", " a", positions=None)
+    text = plots.token_text(found, "mlp.1", batch=1)
+    n = base.prompts.lengths[1]
+    place = found.components.index("mlp.1")
+    assert text.tokens == base.prompts.token_texts[1]
+    assert text.values == pytest.approx(found.values[place, 1, :n].tolist(), abs=1e-6)
+    assert text.html.count("<span") == n and found.unit in text.html
+    evil = rp.logit_lens(rp.capture(base.view, "a <img onerror='x'>")).kl
+    shown = plots.token_text(evil, "resid_post.0")._repr_html_()
+    assert "<img" not in shown and "&lt;" in shown
+    absent = plots.token_text(rp.logit_lens(base).cross_entropy, "resid_post.0")
+    assert absent.values[-1] is None and "no value" in absent.html
+
+
+def test_show_picks_the_picture(base, swept, edges, attributed, lenses):
+    report = rp.stream_report(base)
+    mlps = rp.ablate(base, ["mlp.0"], rp.Zero(), metric=rp.logit_diff(" the", " a"))
+    expected = [
+        (swept, plots.effect_grids(swept)),
+        (edges, plots.effect_grids(edges)),
+        (mlps, plots.effect_bars(mlps)),
+        (attributed, plots.heatmap(attributed)),
+        (lenses, plots.trajectory(lenses)),
+        (lenses.kl, plots.lens_grid(lenses.kl)),
+        (report, plots.stream(report)),
+        (swept.grid(), plots.heatmap(swept.grid())),
+    ]
+    for result, figure in expected:
+        assert plots.show(result).to_json() == figure.to_json()
+        unit_and_more = figure.layout.meta["heading"][1]
+        assert "in " in unit_and_more
+
+
+def test_every_title_of_an_ablation_names_its_kind(swept, edges):
+    drawn = [plots.effect_grids(swept), plots.effect_bars(swept)]
+    drawn += [plots.effect_grids(edges), plots.path_diagram(edges)]
+    for effect, figure in zip((swept, swept, edges, edges), drawn, strict=True):
+        assert f"in {effect.unit}; {effect.how}, at" in figure.layout.meta["heading"][1]
+
+
+@pytest.mark.parametrize("text", ["$x$ and $y$", "%{meta.least}", "<b>&lt;"])
+def test_what_plotly_would_read_is_escaped(text):
+    drawn = plots.bars({text: 1.0}, title=text, unit="u")
+    (label,) = drawn.data[0].y
+    assert "$" not in label and "%{" not in label and "<b" not in label
+    assert html.unescape(label) == text and html.unescape(title(drawn)) == text

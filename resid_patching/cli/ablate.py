@@ -27,8 +27,9 @@ from resid_patching.cli.frame import (
     printable,
     read_lines,
     read_prompts,
-    require_writable,
 )
+from resid_patching.cli.page import asked, require_files, write_page
+from resid_patching.cli.pages import effect_page
 from resid_patching.cli.progress import Progress
 from resid_patching.cli.scores import METRICS, metric_name, new_metric, shared
 from resid_patching.cli.text import TextWindows, require_text
@@ -173,7 +174,7 @@ class _Inputs:
 def run(arguments: argparse.Namespace) -> None:
     """Ablates the targets and prints what that did."""
     inputs = _read_inputs(arguments)
-    require_writable(arguments.json, arguments.csv)
+    require_files(arguments)
     model, stand_in = load_model(arguments)
 
     from resid_patching.models import ModelView
@@ -190,6 +191,7 @@ def run(arguments: argparse.Namespace) -> None:
         write_text(arguments.json, _as_json(effect, arguments, inputs, stand_in))
     if arguments.csv is not None:
         write_text(arguments.csv, csv_text(effect.to_frame()))
+    write_page(arguments, lambda: effect_page(effect, inputs.prompts, stand_in, asked(arguments)))
     out = console()
     print_model(out, view, effect.provenance, stand_in)
     out.print()

@@ -23,8 +23,9 @@ from resid_patching.cli.frame import (
     printable,
     quoted,
     read_prompts,
-    require_writable,
 )
+from resid_patching.cli.page import asked, require_files, write_page
+from resid_patching.cli.pages import attribution_page
 
 if TYPE_CHECKING:
     from resid_patching.attribution import Attribution
@@ -81,7 +82,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> None:
     """Attributes the prompts and prints what was found."""
     prompts, answers, foils = read_prompts(arguments)
-    require_writable(arguments.json, arguments.csv)
+    require_files(arguments)
     model, stand_in = load_model(arguments)
 
     from resid_patching.attribution import direct_logit_attribution
@@ -99,6 +100,7 @@ def run(arguments: argparse.Namespace) -> None:
         write_text(arguments.json, _as_json(found, prompts, predictions, stand_in))
     if arguments.csv is not None:
         write_text(arguments.csv, csv_text(found.to_frame()))
+    write_page(arguments, lambda: attribution_page(found, prompts, stand_in, asked(arguments)))
     _print(captured, found, predictions, stand_in, arguments.top)
 
 

@@ -117,7 +117,8 @@ def _print_grid(out: Console, effect: Effect) -> None:
     means = effect.mean(effect.grid().values)
     out.print()
     out.print(f"total effect in {effect.unit}, layer by head")
-    print_cells(out, means, [f"{layer:>4}" for layer in range(means.shape[0])], missing="")
+    rows = [f"{layer:>4}" for layer in range(means.shape[0])]
+    print_cells(out, means, rows, missing="", heat=True)
 
 
 def print_cells(

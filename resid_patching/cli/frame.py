@@ -214,6 +214,10 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--json", metavar="FILE", help="write the whole result as JSON")
     group.add_argument("--csv", metavar="FILE", help="write the whole result as CSV, long form")
+    group.add_argument(
+        "--html", metavar="FILE", help="write one HTML page: pictures, and a table that sorts"
+    )
+    group.add_argument("--png", metavar="FILE", help="write the main picture (needs kaleido)")
     group.add_argument("--debug", action="store_true", help="show tracebacks and library warnings")
 
 

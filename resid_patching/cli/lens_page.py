@@ -1,93 +1,120 @@
-"""A lens as one HTML page: token grids shaded by probability, nothing loaded from elsewhere.
+"""A lens as one HTML page: token grids shaded by probability, lines by layer, a table.
 
-There is no script in it. Everything that comes from prompts and tokenizers is escaped, and the
-browser is told to refuse whatever would come from a network.
+The grids are HTML, readable without any script; everything from prompts and tokenizers is escaped.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from resid_patching.cli.frame import quoted
-from resid_patching.cli.page import escape
-from resid_patching.cli.page import page as html_page
+from resid_patching.cli.page import Number, Page, escape
+from resid_patching.cli.pages import plain
 
 if TYPE_CHECKING:
     from resid_patching.cli.lens_reading import Reading
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #222; margin: 1.5rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: separate; border-spacing: 2px; }
-th { font-weight: 600; text-align: left; white-space: pre; padding: .1rem .4rem; }
-th:first-child { position: sticky; left: 0; background: #fff; }
-td { padding: .15rem .4rem; white-space: pre; min-width: 3.5rem; }
-td small { display: block; opacity: .75; }
-.limits, .prompt { color: #555; }
-details { margin-top: 1.5rem; }
-"""
+_MOST_ROWS = 2000
 _LIMITS = {
     "logit lens": "A logit lens shows neither beliefs nor causes: the unembedding was trained on "
     "the last state.",
     "tuned lens": "A tuned lens says what can be read linearly from a state, not what causes what.",
 }
+_Cells = dict[tuple[str, int, int], list[Any]]
 
 
-def page(readings: Sequence[Reading], prompts: Sequence[str], stand_in: str | None) -> str:
+def lens_page(
+    readings: Sequence[Reading],
+    prompts: Sequence[str],
+    stand_in: str | None,
+    flags: Mapping[str, Any],
+) -> Page:
     """The page.
 
     Args:
         readings: one lens or two, on the same run.
         prompts: the prompts as given.
         stand_in: says so where the shipped model stands in for another.
+        flags: what the command was asked.
     """
+    from resid_patching import plots
+
     origin = readings[0].kl.provenance
-    title = f"{' and '.join(reading.name for reading in readings)}, {origin.model}"
-    body = [f"<h1>{escape(title)}</h1>"]
-    if stand_in is not None:
-        body.append(f"<p>{escape(stand_in)}</p>")
-    body.append(
-        "<p>In each cell what the model would say next if it stopped there, shaded by its "
-        "probability; pointing at a cell shows more. The last row is the model's own output.</p>"
+    names = " and ".join(reading.name for reading in readings)
+    page = Page(f"{names[:1].upper()}{names[1:]}, {origin.model}", stand_in)
+    page.says(
+        "In each cell what the model would say next if it stopped there, shaded by its "
+        "probability; pointing at a cell shows more. The last row is the model's own output."
     )
+    for reading in readings:
+        page.says(_LIMITS[reading.name], "limits")
     cells = [_cells(reading) for reading in readings]
     for number, prompt in enumerate(prompts):
-        body.append(f'<p class="prompt">{escape(prompt)}</p>')
+        page.heading(f"Prompt {number}" if len(prompts) > 1 else "Prompt")
+        page.says(prompt, "text")
         for reading, found in zip(readings, cells, strict=True):
-            body.append(f"<h2>{escape(reading.name)}</h2>")
-            body.append(_grid(reading, found, number))
-    body += [f'<p class="limits">{_LIMITS[reading.name]}</p>' for reading in readings]
-    lines = json.dumps(asdict(origin), indent=1, ensure_ascii=False).split("\n")
-    about = "\n".join(map(escape, lines))
-    body.append(f"<details><summary>Where it comes from</summary><pre>{about}</pre></details>")
-    return html_page(title, body, style=_STYLE, policy=_POLICY)
+            caption = f"<figcaption>{escape(reading.name)}, probability</figcaption>"
+            page.raw(f'<figure class="whole">{caption}')
+            page.raw(_grid(reading, found, number) + "</figure>")
+    page.heading("By layer")
+    readouts = [reading.readout for reading in readings]
+    page.draw_main = lambda: plots.trajectory(*readouts)
+    page.picture(lambda: plots.lens_by_layer(*readouts))
+    page.picture(lambda: plots.lens_by_layer(*readouts, quantity="entropy"))
+    page.heading("Cells")
+    _table(page, readings, cells)
+    page.origin(origin, flags)
+    return page
 
 
-def _cells(reading: Reading) -> dict[tuple[str, int, int], list[Any]]:
+def _cells(reading: Reading) -> _Cells:
     """The most probable tokens of each (layer, prompt, position), largest first."""
-    found: dict[tuple[str, int, int], list[Any]] = {}
+    found: _Cells = {}
     rows: Any = reading.top.to_frame().dropna(subset=["value"]).itertuples()
     for row in rows:
         found.setdefault((row.layer, row.batch, row.pos), []).append(row)
     return found
 
 
-def _grid(reading: Reading, cells: dict[tuple[str, int, int], list[Any]], prompt: int) -> str:
+def _table(page: Page, readings: Sequence[Reading], cells: Sequence[_Cells]) -> None:
+    rows: list[list[object]] = []
+    order = {label: n for n, label in enumerate(readings[0].labels)}
+    for reading, found in zip(readings, cells, strict=True):
+        for (label, prompt, position), top in found.items():
+            where = {"layer": label, "batch": prompt, "pos": position}
+            row: list[object] = [reading.name, Number(order[label], label)]
+            row += [Number(prompt, str(prompt)), Number(position, str(position))]
+            row += [quoted(top[0].token), quoted(top[0].top_token)]
+            row.append(Number(top[0].value, f"{top[0].value:.2%}"))
+            row.append(plain(reading.entropy.sel(**where), 3))
+            row.append(plain(reading.kl.sel(**where), 3))
+            rows.append(row)
+    n = len(rows)
+    left = f" The first {_MOST_ROWS} of {n} cells; --csv writes all." if n > _MOST_ROWS else ""
+    columns = ("lens", "layer", "prompt", "position", "after", "says", "probability")
+    page.table(
+        (*columns, "entropy", "KL"),
+        rows[:_MOST_ROWS],
+        caption=f"Entropy and KL(final || lens) in nats.{left}",
+        left=(0, 1, 4, 5),
+    )
+
+
+def _grid(reading: Reading, cells: _Cells, prompt: int) -> str:
     tokens = reading.readout.run.prompts.token_texts[prompt]
-    head = "".join(f"<th>{n}<br>{escape(quoted(text))}</th>" for n, text in enumerate(tokens))
-    lines = [f"<tr><th></th>{head}</tr>"]
-    for label in reversed(reading.labels):
+    head = "".join(
+        f'<th scope="col">{n}<br>{escape(quoted(text))}</th>' for n, text in enumerate(tokens)
+    )
+    lines = [f"<thead><tr><th></th>{head}</tr></thead><tbody>"]
+    for label in reading.labels:
         found = [
             _cell(reading, cells.get((label, prompt, position), []), label, prompt, position)
             for position in range(len(tokens))
         ]
-        lines.append(f"<tr><th>{escape(label)}</th>{''.join(found)}</tr>")
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+        lines.append(f'<tr><th scope="row">{escape(label)}</th>{"".join(found)}</tr>')
+    return f'<div class="scroll grid"><table>{"".join(lines)}</tbody></table></div>'
 
 
 def _cell(reading: Reading, top: list[Any], label: str, prompt: int, position: int) -> str:

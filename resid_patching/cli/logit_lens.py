@@ -18,9 +18,8 @@ from resid_patching.cli.frame import (
     print_line,
     print_model,
     read_prompts,
-    require_writable,
 )
-from resid_patching.cli.lens_page import page
+from resid_patching.cli.lens_page import lens_page
 from resid_patching.cli.lens_reading import (
     Reading,
     add_place_flags,
@@ -41,6 +40,7 @@ from resid_patching.cli.lens_tables import (
     print_prompt,
     print_prompts_left,
 )
+from resid_patching.cli.page import asked, require_files, write_page
 
 if TYPE_CHECKING:
     from resid_patching.lens.tuned import TunedLens
@@ -61,7 +61,6 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     add_answer_flags(parser)
     add_model_flags(parser)
     add_output_flags(parser)
-    parser.add_argument("--html", metavar="FILE", help="write the token grids as one HTML page")
     return parser
 
 
@@ -99,11 +98,10 @@ def run(arguments: argparse.Namespace) -> None:
     prompts, answers, foils = read_prompts(arguments)
     require_answers(answers, foils)
     _require_flags(arguments)
-    require_writable(arguments.json, arguments.csv, arguments.html)
+    require_files(arguments)
     model, stand_in = load_model(arguments)
 
     from resid_patching.models import ModelView
-    from resid_patching.result import write_text
     from resid_patching.run import capture
 
     view = ModelView(model)
@@ -115,8 +113,7 @@ def run(arguments: argparse.Namespace) -> None:
     ]
     known = {"command": "logit-lens", "stand_in": stand_in, "prompts": prompts, "positions": places}
     write_files(readings, arguments, known)
-    if arguments.html is not None:
-        write_text(arguments.html, page(readings, prompts, stand_in))
+    write_page(arguments, lambda: lens_page(readings, prompts, stand_in, asked(arguments)))
     _print(captured, readings, lens, places, arguments, stand_in)
 
 

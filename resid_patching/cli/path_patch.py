@@ -16,8 +16,9 @@ from resid_patching.cli.frame import (
     count,
     csv_text,
     load_model,
-    require_writable,
 )
+from resid_patching.cli.page import asked, require_files, write_page
+from resid_patching.cli.pages import paths_page
 from resid_patching.cli.path_inputs import (
     Inputs,
     add_metric_flags,
@@ -61,7 +62,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> None:
     """Patches the paths and prints what that did."""
     inputs = read_inputs(arguments)
-    require_writable(arguments.json, arguments.csv)
+    require_files(arguments)
     model, stand_in = load_model(arguments)
 
     from resid_patching.models import ModelView
@@ -74,6 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
         write_text(arguments.json, _as_json(found, arguments, stand_in))
     if arguments.csv is not None:
         write_text(arguments.csv, _as_csv(found))
+    write_page(arguments, lambda: paths_page(found, stand_in, asked(arguments)))
     print_found(console(), view, found, stand_in, top=arguments.top)
 
 

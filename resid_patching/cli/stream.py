@@ -23,8 +23,9 @@ from resid_patching.cli.frame import (
     print_tokens,
     quoted,
     read_prompts,
-    require_writable,
 )
+from resid_patching.cli.page import asked, require_files, write_page
+from resid_patching.cli.pages import stream_page
 
 if TYPE_CHECKING:
     from resid_patching.prompts import Prompts
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
     prompts, answers, _ = read_prompts(arguments)
     if answers is not None:
         raise UsageError(f"{arguments.prompts}: stream reads no answers; give one prompt a line")
-    require_writable(arguments.json, arguments.csv)
+    require_files(arguments)
     model, stand_in = load_model(arguments)
 
     from resid_patching.result import write_text
@@ -97,6 +98,8 @@ def run(arguments: argparse.Namespace) -> None:
         write_text(arguments.json, _as_json(clean, changed, prompts, stand_in))
     if arguments.csv is not None:
         write_text(arguments.csv, _as_csv(clean, changed))
+    flags = asked(arguments)
+    write_page(arguments, lambda: stream_page(clean, changed, prompts, stand_in, flags))
     _print(captured, clean, changed, stand_in)
 
 

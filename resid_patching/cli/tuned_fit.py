@@ -15,10 +15,11 @@ from resid_patching.cli.frame import (
     load_model,
     print_line,
     print_model,
-    require_writable,
 )
 from resid_patching.cli.lens_reading import describe
 from resid_patching.cli.lens_tables import print_kl, print_notes
+from resid_patching.cli.page import asked, require_files, write_page
+from resid_patching.cli.pages import kl_page
 from resid_patching.cli.text import require_text
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def fit(arguments: argparse.Namespace) -> None:
     """Fits a lens, writes it and prints its validation KL by layer."""
     is_dataset = _is_dataset(arguments)
     _require_out(arguments)
-    require_writable(arguments.json, arguments.csv)
+    require_files(arguments)
     _require_optimizer(arguments)
     texts = _dataset(arguments) if is_dataset else read_text(arguments.text)
     validation = None if arguments.validation is None else read_text(arguments.validation)
@@ -52,9 +53,23 @@ def fit(arguments: argparse.Namespace) -> None:
             )
         lens.save(arguments.out)
         _write(lens, arguments, stand_in)
-        _print(view, lens, arguments, stand_in)
+        origin = _origin(view)
+        write_page(arguments, lambda: _page(lens, origin, arguments, stand_in))
+        _print(view, lens, origin, arguments, stand_in)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_what_is_left(arguments)) from None
+
+
+def _page(lens: TunedLens, origin: Any, arguments: argparse.Namespace, stand_in: str | None) -> Any:
+    return kl_page(
+        "Tuned lens, as fitted",
+        _columns(lens),
+        lens.labels,
+        over=f"mean over {lens.record['validation']['tokens']:,} tokens held out of the fit",
+        origin=origin,
+        stand_in=stand_in,
+        flags=asked(arguments),
+    )
 
 
 # What was asked
@@ -238,15 +253,23 @@ def _write(lens: TunedLens, arguments: argparse.Namespace, stand_in: str | None)
         write_text(arguments.csv, csv_text(frame))
 
 
-def _print(
-    view: ModelView, lens: TunedLens, arguments: argparse.Namespace, stand_in: str | None
-) -> None:
+def _origin(view: ModelView) -> Any:
     from resid_patching.prompts import prepare
     from resid_patching.result import provenance
 
+    return provenance(view, prepare(view, [[0]]), "fit")
+
+
+def _print(
+    view: ModelView,
+    lens: TunedLens,
+    origin: Any,
+    arguments: argparse.Namespace,
+    stand_in: str | None,
+) -> None:
     out = console()
     record = lens.record
-    print_model(out, view, provenance(view, prepare(view, [[0]]), "fit"), stand_in)
+    print_model(out, view, origin, stand_in)
     print_line(out, "lens", *describe(lens, arguments.out), gap=" ")
     made = record["fit"]
     print_line(

@@ -16,8 +16,8 @@ from resid_patching.cli.frame import (
     print_line,
     print_model,
     read_prompts,
-    require_writable,
 )
+from resid_patching.cli.lens_page import lens_page
 from resid_patching.cli.lens_reading import (
     Reading,
     beside,
@@ -37,6 +37,8 @@ from resid_patching.cli.lens_tables import (
     print_prompt,
     print_prompts_left,
 )
+from resid_patching.cli.page import asked, require_files, write_page
+from resid_patching.cli.pages import kl_page
 from resid_patching.cli.text import TextWindows, require_text
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     """Prints the KL of logit and tuned lens by layer on a text."""
     require_lens(arguments.lens)
     require_text(arguments.text)
-    require_writable(arguments.json, arguments.csv)
+    require_files(arguments)
     view, lens, stand_in = _load(arguments)
     own = int(lens.record.get("fit", {}).get("window", 256))
     length = arguments.length or min(own, view.n_ctx)
@@ -76,6 +78,19 @@ def evaluate(arguments: argparse.Namespace) -> None:
         _write_json(lens, columns, n_tokens, arguments, stand_in)
     if arguments.csv is not None:
         _write_csv(lens, columns, arguments.csv)
+    over = f"mean over {n_tokens:,} tokens of {arguments.text}"
+    write_page(
+        arguments,
+        lambda: kl_page(
+            "Logit and tuned lens by layer",
+            columns,
+            lens.labels,
+            over=over,
+            origin=origin,
+            stand_in=stand_in,
+            flags=asked(arguments),
+        ),
+    )
     out = console()
     print_model(out, view, origin, stand_in)
     print_line(out, "lens", *describe(lens, arguments.lens), gap=" ")
@@ -179,7 +194,7 @@ def show(arguments: argparse.Namespace) -> None:
     prompts, answers, foils = read_prompts(arguments)
     require_answers(answers, foils)
     require_lens(arguments.lens)
-    require_writable(arguments.json, arguments.csv)
+    require_files(arguments)
     view, lens, stand_in = _load(arguments)
 
     from resid_patching.run import capture
@@ -193,6 +208,7 @@ def show(arguments: argparse.Namespace) -> None:
     ]
     about = {"command": "tuned-lens show", "stand_in": stand_in}
     write_files(readings, arguments, {**about, "prompts": prompts, "positions": places})
+    write_page(arguments, lambda: lens_page(readings, prompts, stand_in, asked(arguments)))
     _print_show(captured, lens, readings, places, arguments, stand_in)
 
 

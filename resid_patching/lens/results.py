@@ -78,6 +78,13 @@ class TopTokens(LensResult):
         ids = LensResult(self.ids, self.axes, "id", self.provenance, self.token_texts).sel(**labels)
         return _nested(ids.tolist(), dict(self.texts))
 
+    def _rows_shown(self) -> tuple[pandas.DataFrame, str]:
+        """The top token of each layer after the last token of each prompt."""
+        frame = self.to_frame()
+        last = frame["batch"].map({n: len(t) - 1 for n, t in enumerate(self.token_texts)})
+        chosen = frame.loc[(frame["rank"] == 0) & (frame["pos"] == last)]
+        return chosen, "the top token of each layer at each prompt's last position"
+
     def to_frame(self) -> pandas.DataFrame:
         """Long form: layer, batch, pos, token, rank, top_token, top_id, logit, value."""
         frame = Result.to_frame(self)

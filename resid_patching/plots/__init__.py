@@ -1,0 +1,130 @@
+"""Pictures of results, as plotly figures: `pip install 'resid-patching[plots]'`.
+
+    show(result)                                     the picture of any result
+
+    heatmap(ablate(run, heads(model), ...))          layer × head
+    heatmap(ablate(run, senders, Path(to=readers(...), ...)), of="direct")   sender × reader
+    heatmap(direct_logit_attribution(run, ..., by="head"))                   layer × head
+    effect_grids(effect)    effect_bars(effect)      total, direct and indirect side by side
+    path_diagram(effect)                             senders above readers, largest paths
+    attribution_bars(dla)   accumulated(dla)         rows; their running sum along depth
+    by_position(dla)                                 rows × positions of one prompt
+    trajectory(lens)        trajectory(logit, tuned) the token that each state would say
+    lens_by_layer(logit, tuned)                      KL or entropy by layer
+    stream(report)                                   norms, shares, cosine with the start
+    token_text(dla, "9.9")                           the prompt itself, its tokens shaded
+    bars({"0.1": -9.9, "2.3": -0.8}, title="Total effect", unit="logits", top=10)
+
+A cell, bar or point is the mean over prompts of the result's own numbers, blue above 0 and red
+below, on a scale that runs as far to one side of 0 as to the other. A value that does not exist
+(NaN) is a grey cell with a cross, or no bar or point; 0 is white. The unit and the kind of ablation
+are in the title.
+
+Figures carry their own template, and no global theme is read or changed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from resid_patching.ablation import Effect
+from resid_patching.attribution import Attribution
+from resid_patching.lens.readout import LensReadout
+from resid_patching.lens.results import LensResult, TopTokens
+from resid_patching.lens.tuned import TunedLens
+from resid_patching.plots.attribution import accumulated, attribution_bars, by_position
+from resid_patching.plots.bars import bars, effect_bars
+from resid_patching.plots.base import plotly_script, require_plotly
+from resid_patching.plots.heat import Of, as_head, effect_grids, heatmap, metric_words
+from resid_patching.plots.lens import (
+    Shade,
+    kl_by_layer,
+    lens_by_layer,
+    lens_grid,
+    trajectory,
+)
+from resid_patching.plots.paths import path_diagram
+from resid_patching.plots.png import png, require_renderer
+from resid_patching.plots.stream import stream
+from resid_patching.plots.tokens import TokenText, token_text
+from resid_patching.result import Result
+from resid_patching.stream import StreamReport
+
+if TYPE_CHECKING:
+    import plotly.graph_objects
+
+
+def show(result: Result | LensReadout | TunedLens) -> plotly.graph_objects.Figure:
+    """The picture of a result; the other functions draw more of it.
+
+    Args:
+        result: anything that this package returns.
+
+    Raises:
+        MissingExtraError: plotly is not installed.
+        ValueError: there is no picture of it.
+    """
+    match result:
+        case Effect():
+            return effect_grids(result) if _is_grid(result) else effect_bars(result)
+        case Attribution():
+            return _attribution(result)
+        case StreamReport():
+            return stream(result)
+        case LensReadout() | TopTokens():
+            return trajectory(result)
+        case LensResult():
+            return lens_grid(result)
+        case TunedLens():
+            return _fitted(result)
+        case _:
+            return heatmap(result)
+
+
+def _is_grid(effect: Effect) -> bool:
+    several = len(effect.targets) > 1
+    return effect.columns is not None or several and all(as_head(t) for t in effect.targets)
+
+
+def _attribution(found: Attribution) -> Any:
+    if len(found.axis("pos").labels) > 1:
+        return by_position(found)
+    return heatmap(found) if found.by == "head" else attribution_bars(found)
+
+
+def _fitted(lens: TunedLens) -> Any:
+    """What the fit measured on tokens that were held out of it."""
+    held_out = lens.record.get("validation", {})
+    names = {"logit lens": "logit_lens", "tuned": "tuned"}
+    columns = {name: held_out[key] for name, key in names.items() if held_out.get(key)}
+    if not columns:
+        raise ValueError("this lens does not say what its fit measured; read a run through it")
+    over = f"mean over {held_out.get('tokens', '?')} tokens held out of the fit"
+    return kl_by_layer(columns, lens.labels, over=over)
+
+
+__all__ = [
+    "Of",
+    "Shade",
+    "TokenText",
+    "accumulated",
+    "attribution_bars",
+    "bars",
+    "by_position",
+    "effect_bars",
+    "effect_grids",
+    "heatmap",
+    "kl_by_layer",
+    "lens_by_layer",
+    "lens_grid",
+    "metric_words",
+    "path_diagram",
+    "plotly_script",
+    "png",
+    "require_plotly",
+    "require_renderer",
+    "show",
+    "stream",
+    "token_text",
+    "trajectory",
+]
