@@ -6,8 +6,10 @@ LANE ?= default
 
 ifeq ($(LANE),default)
 VENV := .venv
+TESTS := not real
 else ifeq ($(LANE),tl4)
 VENV := .venv-tl4
+TESTS := not real and not once
 else
 $(error LANE is "$(LANE)"; it can be default or tl4)
 endif
@@ -30,7 +32,7 @@ demo: $(STAMP) ## direct logit attribution on the shipped model (LANE=tl4: with 
 		--answer " Mary" --foil " John"
 
 test: $(STAMP) ## the tests that need no large model (LANE=tl4: with TransformerLens 4)
-	$(BIN)/python -m pytest -m "not real" -n auto --dist loadfile
+	$(BIN)/python -m pytest -m "$(TESTS)" -n auto --dist loadfile
 
 test-real: $(STAMP) ## prepare SmolLM2-135M, then the tests that need it
 	$(BIN)/python scripts/prepare_smollm2.py

@@ -58,10 +58,6 @@ def _missing(marker: str) -> str | None:
     return None
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "browser: opens pages in Debian's chromium, headless")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in ("shared", "real", "gpt2", "browser"):

@@ -9,7 +9,7 @@ from browser import Browser
 from resid_patching.cli import main
 from resid_patching.cli.page import Page
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.once]
 
 EVIL = "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\">"
 PROMPT = ["--model", "demo", "--prompt", f"{EVIL} Mary gave"]

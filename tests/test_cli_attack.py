@@ -29,6 +29,8 @@ from resid_patching.errors import NotFiniteError, PromptError, TokenError
 from resid_patching.lens import resume
 from resid_patching.result import write_bytes
 
+pytestmark = pytest.mark.once
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 

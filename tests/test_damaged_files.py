@@ -22,6 +22,8 @@ from resid_patching.errors import (
 )
 from resid_patching.lens import checkpoint, fit, legacy, resume
 
+pytestmark = pytest.mark.once
+
 backends = pytest.mark.parametrize("backend", zoo.BACKENDS)
 SEEDS = 60
 

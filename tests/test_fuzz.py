@@ -11,6 +11,8 @@ from pathlib import Path
 import command_lines
 import pytest
 
+pytestmark = pytest.mark.once
+
 PATH = Path(__file__).resolve().parent.parent / "scripts" / "fuzz.py"
 
 

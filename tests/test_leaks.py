@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import zoo
 
+pytestmark = pytest.mark.once
+
 ROUNDS = 200 if os.environ.get("HYPOTHESIS_PROFILE") == "fuzz" else 50
 
 # Each round is every analysis once, on fresh runs. What is counted lasts: what a first use loads

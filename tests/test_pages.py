@@ -17,6 +17,8 @@ from resid_patching.cli import main
 from resid_patching.cli.page import Number, Page
 from resid_patching.errors import MissingExtraError
 
+pytestmark = pytest.mark.once
+
 EVIL = "<script>run()</script><img onerror='x'>"
 PROMPT = "the dog saw the cat"
 
