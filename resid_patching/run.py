@@ -173,9 +173,9 @@ class Run:
         parts: list[Tensor] = []
 
         def keep(tensor: Tensor, rows: slice) -> None:
-            parts.append(tensor.clone())
+            parts.append(where.take(tensor, rows).clone())
 
-        self.sweep({}, logits=keep, at=where)
+        self.sweep({}, logits=keep)  # of the whole pass, so that they are the model's to the bit
         found = torch.cat(parts)
         found[~where.valid.to(found.device)] = torch.nan
         return found

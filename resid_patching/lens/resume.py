@@ -6,6 +6,7 @@ state in its folder stops instead of writing over it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -92,7 +93,11 @@ def require_own(folder: Path, writer: str | None) -> None:
         LensFormatError: the file is damaged.
     """
     path = folder / STATE
-    if path.is_file() and (found := _about(path)).get("writer") != writer:
+    if not path.is_file():
+        return
+    with _opened(path) as file:
+        found = _about(file)
+    if found.get("writer") != writer:
         raise LensMismatchError(
             f"another fit has written {path} (step {found.get('step')}) since this one began, and "
             "nothing of it was replaced. Give each fit a folder of its own."
@@ -159,29 +164,31 @@ def read(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     path = folder / STATE
     if not path.is_file():
         return None, {}
-    about = _about(path)
-    try:
-        with safe_open(str(path), "pt", device="cpu") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, OSError) as error:
-        raise LensFormatError(f"{path} is no state of a fit that can be read: {error}") from error
+    with _opened(path) as file:  # once: the fit may put a newer state there meanwhile
+        about = _about(file)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     if about["version"] != 1 and about.get("sha256") != _checksum(about, tensors):
         raise LensFormatError(f"{path} is damaged: it does not hold what was written")
     return about, tensors
 
 
-def _about(path: Path) -> dict[str, Any]:
-    """What the file says of itself, its tensors left unread."""
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(str(path), "pt", device="cpu") as file:
-            about = read_json((file.metadata() or {})["about"])
-        if about["format"] != "resid_patching.fit_state":
-            raise ValueError(f"it is of the format {about['format']!r}")
-        if about["version"] not in (1, FORMAT_VERSION):
-            raise ValueError(f"it is of version {about['version']}, this package reads 1 and 2")
-        return about
+            yield file
     except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
         raise LensFormatError(f"{path} is no state of a fit that can be read: {error}") from error
+
+
+def _about(file: Any) -> dict[str, Any]:
+    """What the file says of itself."""
+    about = read_json((file.metadata() or {})["about"])
+    if about["format"] != "resid_patching.fit_state":
+        raise ValueError(f"it is of the format {about['format']!r}")
+    if about["version"] not in (1, FORMAT_VERSION):
+        raise ValueError(f"it is of version {about['version']}, this package reads 1 and 2")
+    return about
 
 
 def require_same(folder: Path, about: dict[str, Any], identity: dict[str, Any]) -> None:
