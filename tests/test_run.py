@@ -195,6 +195,53 @@ def test_a_cache_of_the_caller_is_read_instead_of_running_again(backend, folded)
     assert all(torch.equal(before[name], cache[name]) for name in before)
 
 
+@pytest.mark.parametrize("softcap", [False, True], ids=["plain", "softcap"])
+def test_a_cache_is_held_against_one_pass_of_the_model_for_all_its_analyses(softcap):
+    model = zoo.fresh_named("gemma2" if softcap else "gpt2_untied")
+    run = rp.capture(model, TOKENS, cache=whole_cache(model, TOKENS))
+    without = rp.capture(model, TOKENS)
+    rp.direct_logit_attribution(without, 3)  # the checks of the model run it too
+    passes = []
+    # A permanent hook is part of the model; one of the caller's would make every pass whole.
+    point = model.hook_dict["blocks.0.hook_resid_pre"]
+    point.add_hook(lambda t, hook: passes.append(1), is_permanent=True)
+    try:
+        rp.direct_logit_attribution(without, 3)
+        passes.clear()
+        for foil in (None, 6):
+            for positions in (-1, None):
+                options = {"foil": foil, "positions": positions}
+                found = rp.direct_logit_attribution(run, 3, **options)
+                n_passes = len(passes)
+                expected = rp.direct_logit_attribution(without, 3, **options)
+                del passes[n_passes:]
+                torch.testing.assert_close(found.model_value, expected.model_value)
+                if softcap:
+                    torch.testing.assert_close(found.capped_value, expected.capped_value)
+        assert passes == [1]
+    finally:
+        model.reset_hooks(including_permanent=True)
+
+
+def test_a_hook_of_the_caller_sees_every_row_go_into_the_unembedding():
+    model = zoo.fresh_named("gpt2_untied")
+    run = rp.capture(model, TOKENS)
+    expected = rp.direct_logit_attribution(run, 3, 6)
+    seen = []
+    handle = model.unembed.register_forward_hook(lambda m, inputs, out: seen.append(out.shape))
+    try:
+        rp.direct_logit_attribution(run, 3, 6)
+        assert seen[-1][1] == 1  # one row a prompt, where nobody else looks
+        last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
+        model.hook_dict[last].add_hook(lambda t, hook: None)
+        found = rp.direct_logit_attribution(run, 3, 6)
+        assert seen[-1][1] == TOKENS.shape[1]
+    finally:
+        handle.remove()
+        model.reset_hooks()
+    torch.testing.assert_close(found.values, expected.values, rtol=0, atol=1e-12)
+
+
 @backends
 def test_a_plain_dict_of_tensors_with_gradients_does_too(backend):
     model = toy(backend)
