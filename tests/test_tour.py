@@ -29,6 +29,8 @@ def texts_of(cell):
     """What a cell shows in words and numbers: printed text, tables, titles of figures."""
     found = []
     for output in cell["outputs"]:
+        if output.get("name") == "stderr":  # warnings of this machine
+            continue
         data = output.get("data", {"text/plain": output.get("text", "")})
         if FIGURE in data:
             found.append(" ".join(data[FIGURE]["layout"]["meta"]["heading"]))
