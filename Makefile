@@ -20,7 +20,7 @@ CONSTRAINTS := .ci/constraints-$(LANE).txt
 PIP_INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check \
 	-c $(CONSTRAINTS)
 
-.PHONY: help demo test test-real lint bench fuzz clean distclean
+.PHONY: help demo test test-real lint docs tour bench fuzz clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) \
@@ -52,12 +52,19 @@ lint: $(STAMP) ## ruff, formatting and pyright
 	$(BIN)/ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
+docs: .venv-docs/.installed ## the documentation as a site, build/docs/index.html; needs no torch
+	.venv-docs/bin/mkdocs --quiet build
+
+tour: $(STAMP) ## run docs/tour.ipynb again and keep its outputs (its pictures need Chromium)
+	$(PIP_INSTALL) -e '.[png]'
+	$(BIN)/python scripts/tour.py
+
 clean: ## remove build products and tool caches
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find resid_patching scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## also remove the virtual environments and the prepared models
-	rm -rf .venv .venv-tl4 .cache
+	rm -rf .venv .venv-tl4 .venv-docs .cache
 
 # Touched last, so that a set-up that failed or was interrupted is done again.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
@@ -67,4 +74,10 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) torch
 	@$(PIP_INSTALL) -e '.[dev,real]'
+	@touch $@
+
+.venv-docs/.installed: .ci/requirements-docs.txt
+	@rm -f $@
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install -qq --no-input --disable-pip-version-check -r $<
 	@touch $@

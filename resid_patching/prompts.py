@@ -42,7 +42,7 @@ class Prompts:
         tokens: ids [batch, pos], real tokens first, padding behind.
         lengths: real tokens of each row.
         texts: the text of each row, or None where ids were given.
-        token_texts: each real token as text, [row][position].
+        token_texts: each real token as text, row by row.
         starts: where each row began in the input it came from (non-zero after left padding).
         bos_id: the id that begins every row, or None.
     """

@@ -88,7 +88,7 @@ class StreamReport(Result):
         gap: largest entry of |start + all writes - last state| [batch, pos]; under `Overwrite`
             of |last write - last state|.
         scale: largest entry of the start, the writes and the last state [batch, pos].
-        token_texts: the tokens at these positions, [row][position].
+        token_texts: the tokens at these positions, row by row.
     """
 
     kind: ClassVar[str] = "stream_report"
