@@ -36,7 +36,7 @@ def texts_of(cell):
             found.append(" ".join(data[FIGURE]["layout"]["meta"]["heading"]))
         else:
             found.append("".join(data.get("text/html", data["text/plain"])))
-    return "\n".join(found)
+    return " ".join("\n".join(found).split())  # a stream may come in one piece or in several
 
 
 def test_every_cell_was_run_in_turn_and_none_failed(kept):
