@@ -1,6 +1,7 @@
 """Where the tests find data and models that are not in the repository; skips with the reason."""
 
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests never touch the network; read when a hub client loads
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -56,6 +57,12 @@ def _missing(marker: str) -> str | None:
     if marker == "browser" and browser.CHROMIUM is None:
         return "no chromium (apt-get install chromium)"
     return None
+
+
+def pytest_sessionstart() -> None:
+    """Control-C reaches the tests that send it, also where a shell began them in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
