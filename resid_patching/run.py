@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -46,7 +46,7 @@ class Run:
     max_bytes: int = DEFAULT_MAX_BYTES
     cache: Mapping[str, Tensor] | None = None
     _kept: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    _own_final: Tensor | None = field(default=None, repr=False)
+    _finals: dict[tuple[int, ...], Tensor] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
         return f"Run({self.view.name}, {self.view.kind}, {self.prompts!r})"
@@ -125,13 +125,13 @@ class Run:
 
     @property
     def own_final(self) -> Float[Tensor, "batch pos d_model"]:
-        """The last stream state of the model's own pass, whatever the caller's cache holds."""
-        if self._own_final is None:
-            last = Stream(self.view.n_layers - 1, "post")
-            own = replace(self, cache=None, _kept={})
-            object.__setattr__(self, "_own_final", own.fetch(last))
-        assert self._own_final is not None
-        return self._own_final
+        """The last stream state of a pass of the model as it is now, whatever the cache holds."""
+        mark = self.view.fingerprint()
+        if mark not in self._finals:
+            own = Run(self.view, self.prompts, self.max_bytes)
+            self._finals.clear()
+            self._finals[mark] = own.fetch(Stream(self.view.n_layers - 1, "post"))
+        return self._finals[mark]
 
     def _lay_out(self, parts: list[Tensor], by_position: bool) -> Tensor:
         if len(parts[0]) == 1 and len(self) > 1 and len(parts) == 1:

@@ -223,6 +223,18 @@ def test_a_cache_is_held_against_one_pass_of_the_model_for_all_its_analyses(soft
         model.reset_hooks(including_permanent=True)
 
 
+def test_a_cache_is_held_against_the_model_as_it_is_now():
+    model = zoo.fresh_named("gpt2_untied")
+    run = rp.capture(model, TOKENS, cache=whole_cache(model, TOKENS))
+    rp.direct_logit_attribution(run, 3, 6)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "mlp" in name:
+                weight.mul_(1.5)
+    with pytest.raises(GapError):
+        rp.direct_logit_attribution(run, 3, 6)
+
+
 def test_a_hook_of_the_caller_sees_every_row_go_into_the_unembedding():
     model = zoo.fresh_named("gpt2_untied")
     run = rp.capture(model, TOKENS)
