@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 
 
-def visible(text: str) -> str:
+def printable(text: str) -> str:
     """Text with control characters, line ends and unprintable characters as escapes."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
@@ -16,7 +16,7 @@ def visible(text: str) -> str:
 
 def escape(text: object) -> str:
     """Text as HTML shows it, with control characters as escapes."""
-    return html.escape(visible(str(text)))
+    return html.escape(printable(str(text)))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], note: str = "") -> str:

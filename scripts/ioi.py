@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> None:
     from ioi_study import study
 
     from resid_patching import ModelView
-    from resid_patching.result import write_text
+    from resid_patching.files import write_text
 
     view = ModelView(model)
     found = study(

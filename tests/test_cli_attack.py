@@ -26,8 +26,8 @@ import resid_patching as rp
 from resid_patching import models
 from resid_patching.cli import effects, frame, main
 from resid_patching.errors import NotFiniteError, PromptError, TokenError
+from resid_patching.files import write_bytes
 from resid_patching.lens import resume
-from resid_patching.result import write_bytes
 
 pytestmark = pytest.mark.once
 
@@ -36,7 +36,7 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import ioi  # noqa: E402
 
-really_load = models.load
+really_load = rp.load  # known to the package by this name before any test replaces it
 
 TINY = ("--tokens", "600", "--validation-tokens", "120", "--length", "12")
 QUICK = (*TINY, "--steps", "6", "--step-tokens", "8", "--save-every", "2")
@@ -470,8 +470,9 @@ def test_a_file_that_is_read_is_not_written_over(capsys, tmp_path, reads, name):
     target.write_text("a b c", encoding="utf-8")
     (tmp_path / "link.txt").symlink_to(target)
     for path in (target, tmp_path / "link.txt", tmp_path / "here" / ".." / "input.txt"):
-        said = refused(capsys, *reads(name, target), "--json", path)
-        assert f"is the file that {name.split()[-1]} reads" in said
+        for kind in ("json", "png"):
+            said = refused(capsys, *reads(name, target), f"--{kind}", path)
+            assert f"is the file that {name.split()[-1]} reads" in said
     assert target.read_text(encoding="utf-8") == "a b c"
 
 

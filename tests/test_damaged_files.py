@@ -12,6 +12,7 @@ import zoo
 import zoo_lens
 
 import resid_patching as rp
+from resid_patching import files
 from resid_patching import result as results
 from resid_patching.cli import main, tuned_fit
 from resid_patching.errors import (
@@ -346,7 +347,7 @@ def test_a_link_that_leads_to_itself_is_an_os_error_and_stays(tmp_path):
     link = tmp_path / "result.json"
     link.symlink_to(link)
     with pytest.raises(OSError, match="result.json"):
-        results.write_text(link / "below", "text")
+        files.write_text(link / "below", "text")
     assert os.readlink(link) == str(link)
 
 

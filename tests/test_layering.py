@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / PACKAGE_NAME
 ORDER = (
     "version",
     "errors",
+    "files",
     "markup",
     "address",
     "models",

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resid_patching.errors import ResidPatchingError, ResultFormatError
-from resid_patching.result import Axis, Provenance, Result, write_text
+from resid_patching.files import write_text
+from resid_patching.result import Axis, Provenance, Result
 
 PROVENANCE = Provenance(
     model="toy",

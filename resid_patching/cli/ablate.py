@@ -177,8 +177,8 @@ def run(arguments: argparse.Namespace) -> None:
     require_files(arguments)
     model, stand_in = load_model(arguments)
 
+    from resid_patching.files import write_text
     from resid_patching.models import ModelView
-    from resid_patching.result import write_text
 
     view = ModelView(model)
     sites = _targets(view, arguments)

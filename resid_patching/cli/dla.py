@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> None:
     model, stand_in = load_model(arguments)
 
     from resid_patching.attribution import direct_logit_attribution
-    from resid_patching.result import write_text
+    from resid_patching.files import write_text
     from resid_patching.run import capture
 
     captured = capture(model, prompts, prepend_bos=arguments.prepend_bos)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from resid_patching.errors import HubUnreachableError, ResidPatchingError, ResidPatchingWarning
+from resid_patching.markup import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 BAD_INPUT, UNEXPECTED, INTERRUPTED = 2, 1, 130
 _LONGEST_MESSAGE = 1000
 _INPUT_FILES = ("prompts", "text", "validation", "reference", "source", "pairs")
-_OUTPUT_FILES = ("json", "csv", "html")
+_OUTPUT_FILES = ("json", "csv", "html", "png")
 
 
 class Command(Protocol):
@@ -417,14 +418,6 @@ def load_model(arguments: argparse.Namespace) -> tuple[Any, str | None]:
             "demo model, trained on a toy language"
         )
         return load("demo", **options), note
-
-
-def printable(text: str) -> str:
-    """Text with every control character, line end and unprintable character as an escape."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode()
-        for character in text
-    )
 
 
 def quoted(text: str) -> str:

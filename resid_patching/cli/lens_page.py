@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from resid_patching.cli.frame import quoted
-from resid_patching.cli.page import Number, Page, escape
+from resid_patching.cli.page import Number, Page
 from resid_patching.cli.pages import plain
+from resid_patching.markup import escape
 
 if TYPE_CHECKING:
     from resid_patching.cli.lens_reading import Reading

@@ -213,7 +213,7 @@ def write_files(
         arguments: the flags --json, --csv and --lens.
         known: what else the command knows, for the JSON.
     """
-    from resid_patching.result import write_text
+    from resid_patching.files import write_text
 
     if arguments.json is not None:
         write_text(arguments.json, _as_json(readings, {**known, "folder": arguments.lens}))

@@ -16,15 +16,15 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
-import html
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from resid_patching.cli.frame import printable, require_writable
+from resid_patching.cli.frame import require_writable
 from resid_patching.cli.page_assets import SCRIPT, STYLE
 from resid_patching.errors import MissingExtraError
+from resid_patching.markup import escape
 
 _LONG = 25  # rows; longer tables scroll in a box
 _WORDS = 40  # characters; longer texts are broken into lines
@@ -54,7 +54,7 @@ def write_page(arguments: Namespace, build: Callable[[], Page]) -> None:
     """
     if arguments.html is None and arguments.png is None:
         return
-    from resid_patching.result import write_bytes, write_text
+    from resid_patching.files import write_bytes, write_text
 
     page = build()
     image = b"" if arguments.png is None else page.png()
@@ -67,11 +67,6 @@ def write_page(arguments: Namespace, build: Callable[[], Page]) -> None:
 def asked(arguments: Namespace) -> dict[str, Any]:
     """The flags that say what was computed."""
     return {name: value for name, value in vars(arguments).items() if name not in _FILES}
-
-
-def escape(text: object) -> str:
-    """Text as HTML shows it, with control characters as escapes."""
-    return html.escape(printable(str(text)))
 
 
 @dataclasses.dataclass(frozen=True)

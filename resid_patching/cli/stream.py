@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
     require_files(arguments)
     model, stand_in = load_model(arguments)
 
-    from resid_patching.result import write_text
+    from resid_patching.files import write_text
     from resid_patching.run import capture
     from resid_patching.stream import stream_report
 

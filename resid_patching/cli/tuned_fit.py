@@ -230,7 +230,7 @@ def _columns(lens: TunedLens) -> dict[str, list[Any]]:
 
 
 def _write(lens: TunedLens, arguments: argparse.Namespace, stand_in: str | None) -> None:
-    from resid_patching.result import write_text
+    from resid_patching.files import write_text
 
     if arguments.json is not None:
         body = {

@@ -159,7 +159,7 @@ def _write_json(
     arguments: argparse.Namespace,
     stand_in: str | None,
 ) -> None:
-    from resid_patching.result import write_text
+    from resid_patching.files import write_text
 
     body = {
         "format": "resid_patching",
@@ -180,7 +180,7 @@ def _write_json(
 def _write_csv(lens: TunedLens, columns: dict[str, list[Any]], path: str) -> None:
     import pandas
 
-    from resid_patching.result import write_text
+    from resid_patching.files import write_text
 
     named = {name.replace(" ", "_"): values for name, values in columns.items()}
     write_text(path, csv_text(pandas.DataFrame({"layer": lens.labels, **named})))
@@ -283,12 +283,13 @@ def _require_free(arguments: argparse.Namespace) -> None:
 
 def _processing(arguments: argparse.Namespace) -> str:
     """How the model must be loaded for the lens to be its own: as the file says."""
+    from resid_patching.files import read_json
     from resid_patching.lens import checkpoint
 
     config = checkpoint.folder_of(arguments.lens) / checkpoint.CONFIG
     try:
-        basis = json.loads(config.read_text(encoding="utf-8"))["fingerprint"]["basis"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        basis = read_json(config.read_text(encoding="utf-8"))["fingerprint"]["basis"]
+    except (OSError, ValueError, KeyError, TypeError):
         return arguments.processing
     return "folded" if basis == "centred" else arguments.processing
 

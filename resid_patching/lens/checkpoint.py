@@ -30,11 +30,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from resid_patching.errors import LensFormatError, LensNotFoundError
+from resid_patching.files import read_json, write_bytes, write_text
 from resid_patching.lens import legacy, resume
 from resid_patching.lens.fingerprint import Fingerprint, hash_tensors
 from resid_patching.lens.legacy import require_numbers
 from resid_patching.models import DEMO_FOLDER, ModelView
-from resid_patching.result import read_json, write_bytes, write_text
 from resid_patching.version import __version__
 
 if TYPE_CHECKING:

@@ -31,9 +31,9 @@ from resid_patching.errors import (
     LensMismatchError,
     UnverifiedLensWarning,
 )
+from resid_patching.files import read_json, write_bytes, write_text
 from resid_patching.lens.fingerprint import Fingerprint, fingerprint, readout_sketch
 from resid_patching.models import ModelView
-from resid_patching.result import read_json, write_bytes, write_text
 
 if TYPE_CHECKING:
     from resid_patching.lens.tuned import TunedLens

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from resid_patching.errors import LensFormatError, LensMismatchError
+from resid_patching.files import checksum, read_json, write_bytes
 from resid_patching.lens.fingerprint import hash_tensors
 from resid_patching.lens.loop import Layer
-from resid_patching.result import checksum, read_json, write_bytes
 
 STATE = "fit_state.safetensors"
 FORMAT_VERSION = 2  # 1 had no checksum

@@ -17,7 +17,7 @@ from resid_patching.address import (
     parse,
 )
 from resid_patching.attribution import Attribution
-from resid_patching.plots.bars import depth_axis, draw_bars, least_depth
+from resid_patching.plots.bars import depth_axis, depth_width, draw_bars, least_depth
 from resid_patching.plots.base import (
     INK,
     NEGATIVE,
@@ -106,7 +106,7 @@ def accumulated(found: Attribution) -> plotly.graph_objects.Figure:
         marker={"size": 5},
         hovertemplate=f"after %{{customdata}}: %{{y:+.5g}} {unit}<extra></extra>",
     )
-    width = min(1180, max(560, 110 + 18 * len(shown)))
+    width = depth_width(len(shown))
     end = float(mean(found.model_value[..., 0]))
     lay_out(
         figure,

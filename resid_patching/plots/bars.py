@@ -199,7 +199,7 @@ def lines_by_depth(
             hovertemplate=f"{literal(name)}, %{{customdata}}: %{{y:.5g}} {literal(unit)}"
             "<extra></extra>",
         )
-    width = min(_WIDEST, max(560, 110 + 26 * len(shown)))
+    width = depth_width(len(shown), 26)
     lay_out(
         figure,
         heading,
@@ -219,6 +219,11 @@ def lines_by_depth(
 
 
 _WIDEST, _TICK = 1180, 15  # pixels
+
+
+def depth_width(n: int, step: int = 18) -> int:
+    """The width of a figure of n places along depth, `step` pixels each where there is room."""
+    return min(_WIDEST, max(560, 110 + step * n))
 
 
 def least_depth(n: int) -> int:

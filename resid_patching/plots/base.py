@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from resid_patching.errors import MissingExtraError
-from resid_patching.markup import visible
+from resid_patching.markup import printable
 from resid_patching.result import Axis, Result
 
 # ColorBrewer's RdBu, which the colour-blind tell apart: red below 0, blue above.
@@ -131,13 +131,13 @@ def literal(text: str) -> str:
     Plotly reads some tags, entities, `%{names}`, and TeX between dollar signs where a notebook has
     MathJax.
     """
-    escaped = html.escape(visible(text), quote=False)
+    escaped = html.escape(printable(text), quote=False)
     return escaped.replace("$", "&#36;").replace("%{", "&#37;{")
 
 
 def quoted(text: str, longest: int | None = None) -> str:
     """A token in quotes, cut where it is long, as plotly shows it."""
-    text = visible(text)
+    text = printable(text)
     if longest is not None and len(text) > longest:
         text = text[: longest - 1] + "…"
     return literal(f'"{text}"')

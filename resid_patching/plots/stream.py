@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from resid_patching.plots.bars import depth_axis, least_depth
+from resid_patching.plots.bars import depth_axis, depth_width, least_depth
 from resid_patching.plots.base import SERIES, lay_out, listed, literal, require_plotly
 from resid_patching.stream import StreamReport
 
@@ -59,7 +59,7 @@ def stream(report: StreamReport) -> plotly.graph_objects.Figure:
         figure.add_trace(line, row=row, col=1)
     n = int(frame["n"].iloc[0])
     over = f"mean over {n} positions" if n > 1 else "one position"
-    width = min(1180, max(560, 110 + 18 * len(writes)))
+    width = depth_width(len(writes))
     lay_out(
         figure,
         [

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from resid_patching.errors import PromptError
+from resid_patching.files import read_json
 from resid_patching.prompt_sets.pairs import PromptPairs
 
 _COLUMNS = ("base", "source", "answer", "foil")
@@ -58,8 +58,8 @@ def read_pairs(path: str | os.PathLike[str]) -> PromptPairs:
 
 def _json_row(file: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row = read_json(line)
+    except ValueError as error:
         raise PromptError(f"{file}, line {number}: this is no JSON: {error}") from None
     if not isinstance(row, dict):
         raise PromptError(
