@@ -177,12 +177,14 @@ class _Projector:
         self.view = parts.run.view
         self.writers = parts.writers
         self.place = {writer: number for number, writer in enumerate(parts.writers)}
-        self.directions = directions.to(self.view.device, self.view.compute_dtype)
-        self.which = which.to(self.view.device)
+        self.device, self.dtype = self.view.device, self.view.compute_dtype
+        self.directions = directions.to(self.device, self.dtype)
+        self.which = which.to(self.device)
+        self.own = self.directions[self.which]
         self.positions = parts.run.locate(positions)
         self.vectors = vectors
         shape = self.positions.index.shape
-        new = {"dtype": self.view.compute_dtype, "device": self.view.device}
+        new = {"dtype": self.dtype, "device": self.device}
         tail = (self.view.d_model,) if vectors else ()
         self.values = torch.full((len(parts.writers), *shape, *tail), torch.nan, **new)
         self.states = torch.full((*shape, self.view.d_model), torch.nan, **new)
@@ -214,13 +216,13 @@ class _Projector:
 
     def _take(self, activation: Tensor, rows: slice) -> Tensor:
         taken = self.positions.take(activation, rows)
-        return taken.to(self.view.device, self.view.compute_dtype)
+        return taken.to(self.device, self.dtype)
 
     def _project(self, written: Tensor, rows: slice) -> Tensor:
         """[rows, n, d_model] -> [rows, n], or the whole writes."""
         if self.vectors:
             return written
-        return torch.einsum("bnm,bm->bn", written, self.directions[self.which[rows]])
+        return torch.einsum("bnm,bm->bn", written, self.own[rows])
 
     def _read_state(self, activation: Tensor, rows: slice) -> None:
         self.states[rows] = self._take(activation, rows)
@@ -260,21 +262,20 @@ class _Projector:
         rows: slice,
     ) -> None:
         """Heads or neurons: the weight is folded onto the directions, never onto activations."""
-        W = weight(layer).to(self.view.device, self.view.compute_dtype)
+        W = weight(layer).to(self.device, self.dtype)
         taken = self._take(activation, rows)
         if self.vectors:
             pattern = "bnhd,hdm->hbnm" if part is Head else "bnh,hm->hbnm"
             found = torch.einsum(pattern, taken, W)
         else:
-            pattern = "hdm,um->uhd" if part is Head else "hm,um->uh"
-            folded = torch.einsum(pattern, W, self.directions)[self.which[rows]]
+            folded = (W @ self.directions.T).movedim(-1, 0)[self.which[rows]]
             pattern = "bnhd,bhd->hbn" if part is Head else "bnh,bh->hbn"
             found = torch.einsum(pattern, taken, folded)
         first = self.place[part(layer, 0)]
         self.values[first : first + len(found), rows] = found
 
     def _write_bias(self, writer: Writer, bias: Tensor) -> None:
-        bias = bias.to(self.view.device, self.view.compute_dtype)
+        bias = bias.to(self.device, self.dtype)
         if self.vectors:
             self.values[self.place[writer]] = bias
         else:

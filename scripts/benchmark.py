@@ -3,7 +3,8 @@
 Both sides of a row run in one process, in turn, with one thread setting; the medians and their
 ratio are reported, after checking that both sides computed the same numbers. `limit` is the
 floating-point operations that the answer needs, over what a 2048 x 2048 matrix product reaches in
-the same turns, as a share of our time. Peaks are of resident memory, in a process of their own.
+the same turns, as a share of our time. Peaks are of resident memory, in a process of their own
+whose allocator gives freed blocks back at once, so that what is held counts and nothing else.
 The model has GPT-2 small's shape and random weights, so that nothing is downloaded.
 
     python scripts/benchmark.py [--repeats N] [--threads N] [--backend hooked|bridge]
@@ -70,13 +71,13 @@ def main() -> None:
     for case in cases(arguments.backend, arguments.rows):
         found["rows"].append(common.measure(case, arguments.repeats))
         print(json.dumps(found["rows"][-1]), file=sys.stderr, flush=True)
-    if found["rows"]:
-        measured = _peaks_elsewhere(arguments)
-        for row in found["rows"]:
-            row |= measured.get(row["row"], {})
     if "growth" in arguments.rows:
         model = common.gpt2_shaped(arguments.backend)
         found["growth"] = growth.measure_growth(model, arguments.repeats)
+    if found["rows"] or "growth" in found:
+        measured = _peaks_elsewhere(arguments)
+        for row in (*found["rows"], *found.get("growth", ())):
+            row |= measured.get(row["row"], {})
     text = as_markdown(found)
     print(text)
     if arguments.json:
@@ -104,9 +105,9 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def peaks(backend: str, wanted: list[str]) -> dict[str, dict[str, float]]:
+def peaks(backend: str, wanted: list[str]) -> dict[str, dict[str, Any]]:
     """Peak memory of both sides of each row, in MB over where the process stood."""
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for case in cases(backend, wanted):
         if case.once:
             continue
@@ -115,13 +116,25 @@ def peaks(backend: str, wanted: list[str]) -> dict[str, dict[str, float]]:
         if case.theirs is not None:
             row["theirs_mb"] = common.peak_mb(case.theirs)
         found[case.name] = row
+    if "growth" in wanted:
+        found |= growth.peaks(common.gpt2_shaped(backend))
     return found
 
 
-def _peaks_elsewhere(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+# glibc otherwise keeps what was freed, up to blocks of 32 MB.
+_FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000"}
+
+
+def _peaks_elsewhere(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     command = [sys.executable, __file__, "--peaks", "--backend", arguments.backend]
     command += ["--threads", str(arguments.threads), "--rows", *arguments.rows]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, encoding="utf-8")
+    done = subprocess.run(
+        command,
+        check=True,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        env={**os.environ, **_FREED_AT_ONCE},
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -204,8 +217,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _growth_cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
-        row["sweep"],
-        row["grows"],
+        *row["row"].split("; "),
         " / ".join(map(_seconds, row["seconds"])),
         f"{row['total']:.2f}",
         f"{row['slopes']:.2f}",

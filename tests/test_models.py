@@ -529,3 +529,62 @@ def keep(found, name):
         found[name] = activation.clone()
 
     return reader
+
+
+def edit_in_place(model):
+    with torch.no_grad():
+        next(model.parameters()).add_(1e-3)
+
+
+def replace_a_parameter(model):
+    owner = next(module for module in model.modules() if module._parameters)
+    name = next(iter(owner._parameters))
+    owner._parameters[name] = torch.nn.Parameter(owner._parameters[name].detach().clone())
+
+
+def replace_a_module(model):
+    model.blocks[1] = torch.nn.Identity()
+
+
+def give_a_leaf_a_child(model):
+    leaf = next(module for module in model.modules() if not module._modules)
+    leaf.add_module("extra", torch.nn.Linear(2, 2))
+
+
+def give_a_weightless_module_a_weight(model):
+    bare = next(module for module in model.modules() if not module._parameters)
+    bare.register_parameter("extra", torch.nn.Parameter(torch.zeros(2)))
+
+
+def add_a_hook(model):
+    model.blocks[0].hook_resid_pre.add_hook(lambda tensor, hook: None)
+
+
+@backends
+@pytest.mark.parametrize(
+    "change",
+    [
+        edit_in_place,
+        replace_a_parameter,
+        replace_a_module,
+        give_a_leaf_a_child,
+        give_a_weightless_module_a_weight,
+        add_a_hook,
+    ],
+)
+def test_a_view_sees_every_change_to_a_model_that_it_has_listed(backend, change):
+    model = zoo.fresh(backend)
+    view = ModelView(model)
+    before = view.fingerprint()
+    assert view.fingerprint() == before
+    change(model)
+    assert view.fingerprint() != before
+
+
+@backends
+def test_every_hook_point_is_among_the_modules_that_are_listed(backend):
+    view = ModelView(zoo.fresh(backend))
+    assert {id(p) for p in view.hook_points.values()} <= {id(p) for p in view.inventory.points}
+    assert view.user_hooks() == []
+    add_a_hook(view.model)
+    assert view.user_hooks()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from resid_patching.models import ModelView, Norm
 
-CELLS = 2**23
+CELLS = 2**24
 """Logits held at a time, in numbers; a block of rows is as large as this allows."""
 
 _VOCABULARY_BLOCK = 8192

@@ -27,6 +27,7 @@ from resid_patching.errors import (
     TrainingModeError,
     UnsupportedModelError,
 )
+from resid_patching.models.inventory import Inventory
 
 Reader = Callable[[Tensor], Tensor | None]
 """Called with an activation [batch, pos, ...]; what it returns, if anything, replaces it."""
@@ -146,6 +147,7 @@ class ModelView:
             raise UnsupportedModelError("the model has no layers, so there is no stream to read")
         self.model: Any = model
         self.cfg = model.cfg
+        self._inventory: Inventory | None = None
 
     def __repr__(self) -> str:
         return f"ModelView({self.name}, {self.kind}, {self.n_layers} layers)"
@@ -366,23 +368,25 @@ class ModelView:
         """Every hook of the model by name."""
         return self.model.hook_dict
 
+    @property
+    def inventory(self) -> Inventory:
+        """The modules as they are now."""
+        if self._inventory is None or not self._inventory.is_current():
+            self._inventory = Inventory(self.model)
+        return self._inventory
+
     def fingerprint(self) -> tuple[int, ...]:
         """Changes when weights are edited or replaced, hooks come or go, or modes change."""
-        parameters = [
-            (id(parameter), parameter._version)
-            for module in _modules(self.model)
-            for parameter in module._parameters.values()
-            if parameter is not None
-        ]
-        hooks = [len(point.fwd_hooks) for point in self.hook_points.values()]
         state = (getattr(self.cfg, "normalization_type", None), self.kind)
-        return (hash(tuple(parameters)), hash(tuple(hooks)), hash(state))
+        return (*self.inventory.fingerprint(), hash(state))
 
     def user_hooks(self) -> list[str]:
         """Names of the hook points that carry temporary hooks of the caller.
 
         Permanent hooks count as part of the model: TransformerLens puts some on of its own.
         """
+        if not self.inventory.has_temporary_hooks():
+            return []
         return [
             name
             for name, point in self.hook_points.items()
@@ -391,7 +395,8 @@ class ModelView:
 
     def require_eval(self) -> None:
         """Raises TrainingModeError where a module in training mode would drop activations."""
-        if not any(module.training and _drops(module) for module in _modules(self.model)):
+        training = [module for module in self.inventory.modules if module.training]
+        if not any(map(_drops, training)):
             return
         for name, module in self.model.named_modules():
             if module.training and _drops(module):
@@ -575,19 +580,6 @@ class Memory(Generic[T]):
         if known is None or known[0] != fingerprint:
             known = self._known[view.model] = (fingerprint, self._find(view))
         return known[1]
-
-
-def _modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Every module once; `Module.modules()` builds names on the way and is slow."""
-    seen = {model}
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        yield module
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                waiting.append(child)
 
 
 def _first(owner: Any, *names: str) -> Tensor | None:

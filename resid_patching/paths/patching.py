@@ -109,6 +109,7 @@ def patch_paths(
             taken.add(cell.route)
             if progress is not None:
                 progress(cell.n_done)
+        del chunk, work  # before the next clean pass, so that one is held at a time
     return Patched(baseline, patched, direct, tuple(sorted(taken)))
 
 
@@ -126,6 +127,7 @@ def _chunks(
         return
     for chunk in chunks(run, needed, reading, routes):
         yield chunk if is_closed(chunk, senders) else chunk.again(run, needed | held)
+        del chunk
 
 
 def is_closed(chunk: Chunk, senders: Sequence[Variant]) -> bool:

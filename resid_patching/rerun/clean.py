@@ -60,6 +60,16 @@ class Clean:
     def __len__(self) -> int:
         return self.rows.stop - self.rows.start
 
+    @property
+    def n_bytes(self) -> int:
+        """What it holds, with the keys and values of all layers and the weights that make them."""
+        view = self.view
+        kept = sum(activation.nbytes for activation in self.acts.values())
+        of_head = int(view.cfg.d_head) * view.n_layers * view.compute_dtype.itemsize
+        seen = 2 * view.n_kv_heads * of_head * self.tokens.numel()
+        joined = (view.n_heads + 2 * view.n_kv_heads) * of_head * view.d_model
+        return kept + seen + joined
+
     def _keeper(self, name: str) -> Reader:
         def keep(activation: Tensor) -> None:
             self.acts[name] = activation.detach().clone()

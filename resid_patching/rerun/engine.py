@@ -100,6 +100,7 @@ def rerun(
             taken.add(route)
             if progress is not None:
                 progress(len(numbers))
+        del chunk  # before the next clean pass, so that one is held at a time
     return Rerun(baseline, patched, direct, tuple(sorted(taken)))
 
 
@@ -118,11 +119,12 @@ def chunks(run: Run, names: set[str], reading: Reading, routes: Sequence[Route])
 
 
 def prompt_chunks(run: Run, n_kept: int) -> Iterator[slice]:
-    """Slices of the batch that fit a stack, and whose clean run fits the run's bound."""
+    """Slices of the batch that fit a stack, and whose clean run fits half the run's bound."""
     view = run.view
     size = view.W_U.element_size()
-    token_bytes = size * (view.W_U.shape[1] + (n_kept + 4 * view.n_layers) * view.d_model)
-    return run.prompts.chunks(min(STACK_TOKENS, run.max_bytes // token_bytes))
+    of_logits = view.W_U.shape[1] if view.user_hooks() else 0  # whole passes, for their sake
+    token_bytes = size * (of_logits + (n_kept + 4 * view.n_layers) * view.d_model)
+    return run.prompts.chunks(min(STACK_TOKENS, run.max_bytes // (2 * token_bytes)))
 
 
 def may_be_plain(view: ModelView, routes: Sequence[Route]) -> bool:
@@ -156,9 +158,10 @@ class Chunk:
         self.rows = rows
         self.reading = reading
         self.means = means
-        self.max_bytes = run.max_bytes
         self.whole = means.hooked
         self.clean = Clean(run, rows, names, keep_logits=self.whole)
+        # What the clean run and the projections laid out for it hold is not there for the stacks.
+        self.max_bytes = max(run.max_bytes - self.clean.n_bytes, run.max_bytes // 4)
         self.plain: PlainBlocks | None = None
         self.replays = False
         if "plain" in means.routes:
@@ -168,7 +171,7 @@ class Chunk:
         self.deltas = Deltas(self.clean, self.plain, self.replays)
         self.read_at = reading.positions.index[rows].to(self.view.device)
         self.clean_rows = take(self.clean.final, self.read_at)
-        self.scores = Scores(self.view, reading, rows, self.clean_rows, run.max_bytes)
+        self.scores = Scores(self.view, reading, rows, self.clean_rows, self.max_bytes)
         self.score = self.scores.of_states
         self.baseline = self._baseline()
 
@@ -198,7 +201,7 @@ class Chunk:
             stack = [variants[number] for number in numbers]
             changed = torch.stack([self._reached(variant) for variant in stack])
             delta = torch.stack([self.deltas.frozen(variant) for variant in stack])
-            delta = delta * changed[:, :, None, None]
+            delta *= changed[:, :, None, None]
             clean = self.clean_rows.to(delta.dtype)
             base = self.baseline.expand(len(stack), -1)
             direct = self.score(clean + take_rows(delta, self.read_at))
@@ -271,11 +274,11 @@ class Chunk:
         prompts = len(self.clean)
         rows = n_rows if route == "plain" else self.clean.width
         by_tokens = STACK_TOKENS // (prompts * rows)
-        per_variant = prompts * self.clean.width * view.d_model * size * 3
+        per_variant = prompts * self.clean.width * view.d_model * size * 8
         if route == "full":
             per_variant += prompts * self.clean.width * view.W_U.shape[1] * size
         else:
-            per_variant += prompts * rows * view.d_model * size * 12
+            per_variant += prompts * rows * view.d_model * size * 16
         return max(1, min(by_tokens, self.max_bytes // per_variant))
 
     # Plain route

@@ -41,7 +41,7 @@ class BlockCalls:
 
     def __init__(self, view: ModelView) -> None:
         self.view = view
-        self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.calls: dict[int, tuple[bool, tuple[Any, ...], dict[str, Any]]] = {}
         self.n_prompts = 0
 
     def record(self, run_forward: Callable[[], Any]) -> None:
@@ -59,21 +59,22 @@ class BlockCalls:
         def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden = args[0] if args else kwargs["hidden_states"]
             self.n_prompts = hidden.shape[0]
-            self.calls[layer] = (args, dict(kwargs))
+            named = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+            self.calls[layer] = (bool(args), args[1:], named)  # the states are kept elsewhere
 
         return keep
 
     def arguments(self, layer: int) -> dict[str, Any]:
         """The keyword arguments a block was called with."""
-        return self.calls.get(layer, ((), {}))[1]
+        return self.calls.get(layer, (False, (), {}))[2]
 
     def call(self, layer: int, states: Tensor) -> Tensor:
         """A block on stacked states [stack, pos, d_model]."""
-        args, kwargs = self.calls[layer]
+        by_position, others, kwargs = self.calls[layer]
         times = states.shape[0] // self.n_prompts
-        rest = tuple(self._stacked(value, times) for value in args[1:])
+        rest = tuple(self._stacked(value, times) for value in others)
         named = {name: self._stacked(value, times, name) for name, value in kwargs.items()}
-        if args:
+        if by_position:
             output = self.view.model.blocks[layer](states, *rest, **named)
         else:
             named["hidden_states"] = states

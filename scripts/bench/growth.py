@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import resid_patching as rp
@@ -21,26 +21,35 @@ def measure_growth(model: Any, repeats: int) -> list[dict[str, Any]]:
     """Times at 1x, 2x, 4x.
 
     Returns:
-        A row for each sweep and what grows: seconds, the slope of the second doubling over that
-        of the first (1 where the cost is a constant and a linear part), and the peak in MB.
+        A row for each sweep and what grows: seconds, their growth from 1x to 4x (at most 4 where
+        a cost is no more than linear), and the slope of the second doubling over that of the
+        first (1 where the cost is a constant and a linear part).
     """
     found = []
+    for row, calls in _calls(model):
+        calls[0]()
+        times: list[list[float]] = [[] for _ in SIZES]
+        for _ in range(repeats):
+            for place, call in enumerate(calls):
+                start = time.perf_counter()
+                call()
+                times[place].append(time.perf_counter() - start)
+        seconds = [statistics.median(values) for values in times]
+        first, second = seconds[1] - seconds[0], (seconds[2] - seconds[1]) / 2
+        growth = {"slopes": second / first, "total": seconds[2] / seconds[0]}
+        found.append({"row": row, "seconds": seconds, **growth})
+    return found
+
+
+def peaks(model: Any) -> dict[str, dict[str, list[float]]]:
+    """Peak memory of the same rows at each size, in MB."""
+    return {row: {"peaks": [peak_mb(call) for call in calls]} for row, calls in _calls(model)}
+
+
+def _calls(model: Any) -> Iterator[tuple[str, list[Callable[[], Any]]]]:
     for name, sweep in _SWEEPS.items():
         for grows in ("targets", "prompts", "length"):
-            calls = [_call(model, sweep, grows, size) for size in SIZES]
-            calls[0]()
-            times: list[list[float]] = [[] for _ in SIZES]
-            for _ in range(repeats):
-                for place, call in enumerate(calls):
-                    start = time.perf_counter()
-                    call()
-                    times[place].append(time.perf_counter() - start)
-            seconds = [statistics.median(values) for values in times]
-            first, second = seconds[1] - seconds[0], (seconds[2] - seconds[1]) / 2
-            peaks = [peak_mb(call) for call in calls]
-            row = {"sweep": name, "grows": grows, "seconds": seconds, "peaks": peaks}
-            found.append({**row, "slopes": second / first, "total": seconds[2] / seconds[0]})
-    return found
+            yield f"{name}; {grows}", [_call(model, sweep, grows, size) for size in SIZES]
 
 
 def _call(model: Any, sweep: Callable[..., Any], grows: str, size: int) -> Callable[[], Any]:
