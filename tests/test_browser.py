@@ -7,8 +7,10 @@ import time
 import pytest
 from browser import Browser
 
+from resid_patching import plots
 from resid_patching.cli import main
 from resid_patching.cli.page import Page
+from resid_patching.plots.base import lay_out
 
 pytestmark = [pytest.mark.browser, pytest.mark.once]
 
@@ -163,3 +165,18 @@ def test_what_slips_through_is_refused_and_noticed(browser, tmp_path):
     browser.open(path)
     assert browser.run("document.title") == "still here"
     assert len(browser.problems) >= 2
+
+
+@pytest.mark.parametrize("n_lines", [1, 2, 3])
+def test_a_figure_of_its_own_shows_its_whole_title(browser, tmp_path, n_lines):
+    """As in a notebook and in a PNG file, where no page writes the title above it."""
+    figure = plots.bars({"9.9": 1.0, "10.0": -0.5}, title="Effects", unit="logits")
+    lay_out(figure, ["Effects", *["in logits"] * (n_lines - 1)], width=480, inside=120)
+    path = tmp_path / "figure.html"
+    figure.write_html(path, include_plotlyjs=True)
+    browser.open(path)
+    browser.wait("document.querySelector('.gtitle')")
+    tops = "['.gtitle', '.draglayer .nsewdrag'].map(s => document.querySelector(s).getBoundingClientRect())"
+    title, plot = browser.run(f"{tops}.map(b => [b.top, b.bottom])")
+    start = browser.run("document.querySelector('.main-svg').getBoundingClientRect().top")
+    assert start <= title[0] and title[1] <= plot[0]

@@ -84,6 +84,11 @@ def test_the_page_of_ablate_names_the_kind_in_every_picture(tmp_path, model):
     assert all("zero, at all positions" in text and "logits" in text for text in headings)
 
 
+def test_no_picture_stands_twice_on_a_page(tmp_path, model):
+    flags = ["--model", model, "--prompt", PROMPT, "--answer", " the", "--foil", " a"]
+    assert len(figures(page_of(tmp_path, "ablate", "zero", "--sweep", "layers", *flags))) == 1
+
+
 def test_the_page_of_paths_leaves_out_what_has_no_path(tmp_path, model):
     flags = ["--base", PROMPT, "--answer", " the", "--foil", " a", "--using", "zero"]
     ends = ["--to", "1.1.q", "--to", "logits", "--mlps", "freeze"]

@@ -116,7 +116,7 @@ def effect_page(
         prompts_of(page, prompts)
     page.heading("Pictures")
     page.picture(lambda: plots.show(effect))
-    if len(effect.targets) > 1:
+    if plots.is_grid(effect):
         page.picture(lambda: plots.effect_bars(effect))
     page.heading("Targets")
     _effect_table(page, effect, "target")
@@ -195,7 +195,7 @@ def paths_page(found: Found, stand_in: str | None, flags: Mapping[str, Any]) -> 
         page.heading("Paths")
         _path_table(page, found)
     else:
-        if len(effect.targets) > 1:
+        if plots.is_grid(effect):
             page.picture(lambda: plots.effect_bars(effect))
         page.heading("Senders")
         _effect_table(page, effect, "sender", _more(found))

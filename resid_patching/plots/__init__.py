@@ -66,7 +66,7 @@ def show(result: Result | LensReadout | TunedLens) -> plotly.graph_objects.Figur
     """
     match result:
         case Effect():
-            return effect_grids(result) if _is_grid(result) else effect_bars(result)
+            return effect_grids(result) if is_grid(result) else effect_bars(result)
         case Attribution():
             return _attribution(result)
         case StreamReport():
@@ -81,7 +81,8 @@ def show(result: Result | LensReadout | TunedLens) -> plotly.graph_objects.Figur
             return heatmap(result)
 
 
-def _is_grid(effect: Effect) -> bool:
+def is_grid(effect: Effect) -> bool:
+    """Whether an effect is drawn as a grid: heads, readers side by side, or each position."""
     several = len(effect.targets) > 1
     return effect.columns is not None or several and all(as_head(t) for t in effect.targets)
 
@@ -114,6 +115,7 @@ __all__ = [
     "effect_bars",
     "effect_grids",
     "heatmap",
+    "is_grid",
     "kl_by_layer",
     "lens_by_layer",
     "lens_grid",

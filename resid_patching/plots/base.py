@@ -90,7 +90,8 @@ def _title(heading: Sequence[str], width: int) -> tuple[dict[str, Any], int]:
     ]
     text = "<br>".join([*lines, *small])
     title = {"text": text, "x": 0.01, "xanchor": "left", "y": 1, "yanchor": "top"}
-    title |= {"pad": {"t": 10}, "font": {"size": 15}}
+    several = len(lines) + len(small) > 1  # plotly puts the first of several a line higher
+    title |= {"pad": {"t": 22 if several else 10}, "font": {"size": 15}}
     return title, 30 + _LINE_HEIGHT * (len(lines) + len(small))
 
 
