@@ -327,9 +327,9 @@ def test_layers_draw_positions_of_their_own(monkeypatch):
         return take(self, where)
 
     monkeypatch.setattr(steps.Teacher, "take", noted)
-    quick(model, steps=2)
+    quick(model, steps=2, step_windows=1, step_tokens=10)
     assert len(drawn) == 6 and len(set(drawn)) == 6
-    assert all(len(set(where)) == 20 for where in drawn)
+    assert all(len(set(where)) == 10 for where in drawn)
 
 
 def test_a_layers_gradient_is_clipped_alone(monkeypatch):
@@ -379,7 +379,7 @@ def test_T01_the_first_nan_stops_with_layer_and_step_named(monkeypatch):
 
     monkeypatch.setattr(loop, "kl_and_gradient", broken_at_the_eighth)
     with pytest.raises(DivergedError, match="layer resid_post.0, step 2: KL .* gradient nan"):
-        quick(model, steps=60)
+        quick(model, steps=60, step_windows=1)
     assert len(calls) == 8
     monkeypatch.setattr(loop, "kl_and_gradient", fused)
     broken = zoo.fresh(zoo.BACKENDS[0])
