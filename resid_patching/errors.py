@@ -147,6 +147,10 @@ class UnverifiedLensWarning(ResidPatchingWarning):
     """A lens from a file that cannot prove which model it belongs to."""
 
 
+class IdleProcessWarning(ResidPatchingWarning):
+    """Processes that have nothing to do, because the work comes in fewer parts than there are."""
+
+
 class SmallDenominatorWarning(ResidPatchingWarning):
     """A share of a difference that is close to nothing."""
 

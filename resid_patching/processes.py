@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -149,8 +150,8 @@ class Team:
             raise
         except RuntimeError as error:
             raise LostProcessError(
-                f"process {self.rank} of {self.size} lost the others: one has ended. What was "
-                "saved is whole; start the command again to go on with it."
+                f"process {self.rank} of {self.size} lost another, which has ended. What was "
+                "saved is whole."
             ) from error
 
 
@@ -176,10 +177,13 @@ def team() -> Team:
     Raises:
         LostProcessError: the others did not come.
     """
+    imported = sys.modules.get("torch.distributed")
+    joined = imported is not None and imported.is_available() and imported.is_initialized()
+    if not joined and not launched():
+        return Team()
+
     from torch import distributed
 
-    if not distributed.is_available() or not (distributed.is_initialized() or launched()):
-        return Team()
     if not distributed.is_initialized():
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         with Team(rank, size)._named():

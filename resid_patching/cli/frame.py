@@ -129,17 +129,22 @@ def _ended_by_launcher() -> Any:
         return
 
     def end(*_about: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # we are ending: no second word
+        ignore_launcher()
         raise LostProcessError(
             f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']} was told to end: another "
-            "has ended, or the launcher was stopped. What was saved is whole; start the command "
-            "again to go on with it."
+            "has ended, or the launcher was stopped. What was saved is whole."
         )
 
     signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
+        ignore_launcher()
+
+
+def ignore_launcher() -> None:
+    """What a process says as it ends is not cut off by a launcher that tells it to."""
+    if processes.launched():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -174,7 +179,8 @@ def _quiet_libraries(debug: bool) -> Any:
     """Our own warnings as one line each; those of libraries only with --debug."""
 
     def show(message: Any, category: type[Warning], *_rest: Any) -> None:
-        if debug or issubclass(category, ResidPatchingWarning):
+        ours = issubclass(category, ResidPatchingWarning) and os.environ.get("RANK", "0") == "0"
+        if debug or ours:
             print(f"warning: {printable(' '.join(str(message).split()))}", file=sys.stderr)
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

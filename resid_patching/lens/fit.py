@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import uuid
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -28,7 +29,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from resid_patching.address import Address
-from resid_patching.errors import DivergedError, UnequalProcessesError
+from resid_patching.errors import DivergedError, IdleProcessWarning, UnequalProcessesError
 from resid_patching.lens import resume as resuming
 from resid_patching.lens.data import Windows, read_windows
 from resid_patching.lens.fingerprint import fingerprint
@@ -156,6 +157,13 @@ def fit_tuned_lens(
         products=products,
     )
     _require_plan(plan, save_every)
+    if plan.steps and step_windows < team.size and team.is_first:
+        warnings.warn(
+            f"in a step, step_windows={step_windows} keeps {step_windows} of {team.size} processes "
+            f"busy; give step_windows={team.size} or a multiple of it",
+            IdleProcessWarning,
+            stacklevel=2,
+        )
     windows = team.first(
         lambda: read_windows(
             view,
