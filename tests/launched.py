@@ -1,7 +1,7 @@
 """What test_processes.py starts as several processes: comparisons, or a command that is killed.
 
-    torchrun ... tests/launched.py compare FILE      one fit each way; what was found, as JSON
-    torchrun ... tests/launched.py kill STEP ARGS    the command ARGS; process 1 is killed at STEP
+torchrun ... tests/launched.py compare FILE      one fit each way; what was found, as JSON
+torchrun ... tests/launched.py kill STEP ARGS    the command ARGS; process 1 is killed at STEP
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _errors(team: Any, model: Any, texts: Any) -> dict[str, Any]:
     def with_nan(*args: Any, **options: Any) -> Any:
         harvested = plain(*args, **options)
         if team.rank == 1:
-            harvested.states[1][0, 0] = torch.nan
+            harvested.states[1].fill_(torch.nan)
         return harvested
 
     fit.harvest = with_nan  # type: ignore[assignment]
