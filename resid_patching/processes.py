@@ -195,6 +195,7 @@ def _join(rank: int, size: int) -> None:
     global _store
     import torch
     from torch import distributed
+    from torch.distributed.rendezvous import rendezvous
 
     backend = "gloo"
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -204,7 +205,7 @@ def _join(rank: int, size: int) -> None:
         # nccl refuses two processes on one GPU; gloo goes by way of the CPU.
         if devices >= int(os.environ.get("LOCAL_WORLD_SIZE", size)):
             backend = "cpu:gloo,cuda:nccl"
-    _store, _, _ = next(distributed.rendezvous("env://", rank, size, timeout=_LONGEST_WAIT))
+    _store, _, _ = next(rendezvous("env://", rank, size, timeout=_LONGEST_WAIT))
     distributed.init_process_group(
         backend, store=_store, rank=rank, world_size=size, timeout=_LONGEST_WAIT
     )

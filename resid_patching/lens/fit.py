@@ -273,8 +273,8 @@ class _Fit:
         table: dict[str, Any] = {"logit_lens": [], "ridge": [], "penalty": []}
         layers = []
         for number, row in enumerate(self.rows):
-            *pair, kl = self.team.first(lambda n=number: self._start(n, statistics, table))
-            layers.append(self._layer(row, *pair, statistics.scales[number], kl))
+            weight, bias, kl = self.team.first(lambda n=number: self._start(n, statistics, table))
+            layers.append(self._layer(row, weight, bias, statistics.scales[number], kl))
         table["last_spread"] = statistics.last_spread
         table = self.team.broadcast(table)
         for layer in layers:
