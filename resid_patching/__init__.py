@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from resid_patching.metrics import kl, logit, logit_diff, loss, prob, top1_change
     from resid_patching.models import ModelView, load
     from resid_patching.paths import Readers, inputs, readers
+    from resid_patching.processes import Team, team
     from resid_patching.prompt_sets import (
         PromptPairs,
         differences,
@@ -98,6 +99,8 @@ _HOME = {
     "fit_tuned_lens": "lens.fit",
     "ModelView": "models",
     "load": "models",
+    "Team": "processes",
+    "team": "processes",
     "Prompts": "prompts",
     "windows": "prompts",
     "Axis": "result",
@@ -154,6 +157,8 @@ __all__ = [
     "fit_tuned_lens",
     "ModelView",
     "load",
+    "Team",
+    "team",
     "Prompts",
     "windows",
     "Axis",

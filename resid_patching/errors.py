@@ -111,6 +111,14 @@ class DivergedError(ResidPatchingError, ArithmeticError):
     """A fit that met a number that is not finite; the layer and the step are named."""
 
 
+class LostProcessError(ResidPatchingError, RuntimeError):
+    """One of several processes has ended, so the others cannot go on."""
+
+
+class UnequalProcessesError(ResidPatchingError, ValueError):
+    """Several processes that were given different models, data or settings."""
+
+
 class MissingExtraError(ResidPatchingError, ImportError):
     """A package that only an extra of ours needs, and that is not installed."""
 
@@ -137,6 +145,10 @@ class BackendWarning(ResidPatchingWarning):
 
 class UnverifiedLensWarning(ResidPatchingWarning):
     """A lens from a file that cannot prove which model it belongs to."""
+
+
+class IdleProcessWarning(ResidPatchingWarning):
+    """Processes that have nothing to do, because the work comes in fewer parts than there are."""
 
 
 class SmallDenominatorWarning(ResidPatchingWarning):

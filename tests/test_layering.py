@@ -15,6 +15,7 @@ ORDER = (
     "version",
     "errors",
     "files",
+    "processes",
     "markup",
     "address",
     "models",

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
 import zoo
 import zoo_lens
 from reference import lens as reference
+from torch.utils._pytree import tree_map
 
 import resid_patching as rp
 from resid_patching.errors import (
@@ -327,9 +329,9 @@ def test_layers_draw_positions_of_their_own(monkeypatch):
         return take(self, where)
 
     monkeypatch.setattr(steps.Teacher, "take", noted)
-    quick(model, steps=2)
+    quick(model, steps=2, step_windows=1, step_tokens=10)
     assert len(drawn) == 6 and len(set(drawn)) == 6
-    assert all(len(set(where)) == 20 for where in drawn)
+    assert all(len(set(where)) == 10 for where in drawn)
 
 
 def test_a_layers_gradient_is_clipped_alone(monkeypatch):
@@ -379,7 +381,7 @@ def test_T01_the_first_nan_stops_with_layer_and_step_named(monkeypatch):
 
     monkeypatch.setattr(loop, "kl_and_gradient", broken_at_the_eighth)
     with pytest.raises(DivergedError, match="layer resid_post.0, step 2: KL .* gradient nan"):
-        quick(model, steps=60)
+        quick(model, steps=60, step_windows=1)
     assert len(calls) == 8
     monkeypatch.setattr(loop, "kl_and_gradient", fused)
     broken = zoo.fresh(zoo.BACKENDS[0])
@@ -671,3 +673,28 @@ def test_held_tokens_give_the_mean_kl_of_a_lens():
     for layer in range(3):
         found = held.kl(layer, tuned.weight[layer].detach(), tuned.bias[layer].detach())
         assert found == pytest.approx(float(expected[layer]), abs=1e-10)
+
+
+# A model over several devices
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_fit_of_a_model_split_over_devices_is_that_of_the_whole_model(name):
+    accelerator = pytest.importorskip("accelerator", reason="no simulated device")
+    whole = quick(zoo.fresh_named(name, dtype=torch.float32))
+    with accelerator.present():
+        model = zoo.fresh_named(name, dtype=torch.float32)
+        upper = torch.nn.ModuleList([*model.blocks[1:], model.ln_final, model.unembed])
+        upper.cfg = types.SimpleNamespace()
+        accelerator.move(upper)
+        for block in model.blocks[1:]:  # as accelerate's hooks do
+            block.register_forward_pre_hook(
+                lambda _, *given: tree_map(
+                    lambda x: x.to(accelerator.DEVICE) if isinstance(x, torch.Tensor) else x, given
+                ),
+                with_kwargs=True,
+            )
+        split = quick(model)
+        assert split.weight.device == accelerator.DEVICE
+        assert_close(split.weight.cpu(), whole.weight, 0)
+        assert_close(split.bias.cpu(), whole.bias, 0)

@@ -113,7 +113,7 @@ def test_on_equal_tokens_it_is_far_below_the_packages_recipe(smollm2_dir):
     unembedding = Unembedding.of(view)
     for step in range(plan.steps):
         picked = windows.training[windows_of(len(windows.training), plan, step)]
-        take_step([layer], plan, step, harvest(view, picked, [row], logits=True), unembedding)
+        take_step([layer], plan, step, [harvest(view, picked, [row], logits=True)], unembedding)
     held = Held.of(view, windows.validation, [row])
     theirs = held.kl(0, layer.weight, layer.bias)
     assert tuned.record["validation"]["tuned"][HALF] <= 0.6 * theirs

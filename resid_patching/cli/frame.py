@@ -7,6 +7,7 @@ import contextlib
 import csv
 import logging
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -14,7 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from resid_patching.errors import HubUnreachableError, ResidPatchingError, ResidPatchingWarning
+from resid_patching import processes
+from resid_patching.errors import (
+    HubUnreachableError,
+    LostProcessError,
+    ResidPatchingError,
+    ResidPatchingWarning,
+)
 from resid_patching.markup import printable
 
 if TYPE_CHECKING:
@@ -80,7 +87,7 @@ def run_guarded(
         if command is None:
             return 0
         _require_inputs_kept(arguments)
-        with _quiet_libraries(debug):
+        with _quiet_libraries(debug), _ended_by_launcher():
             command.run(arguments)
         sys.stdout.flush()
         return 0
@@ -90,6 +97,8 @@ def run_guarded(
         # The reader of our output has gone; leave without a word, as `head` expects.
         _drop_unwritten()
         return 0
+    except LostProcessError as error:
+        return _fail(prog, str(error), UNEXPECTED)
     except (ResidPatchingError, OSError) as error:
         if debug:
             traceback.print_exc()
@@ -112,7 +121,37 @@ def _drop_unwritten() -> bool:
         return True
 
 
+@contextlib.contextmanager
+def _ended_by_launcher() -> Any:
+    """A launcher tells the other processes to end when one has: an error like any other."""
+    if not processes.launched():
+        yield
+        return
+
+    def end(*_about: Any) -> None:
+        ignore_launcher()
+        raise LostProcessError(
+            f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']} was told to end: another "
+            "has ended, or the launcher was stopped. What was saved is whole."
+        )
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        ignore_launcher()
+
+
+def ignore_launcher() -> None:
+    """What a process says as it ends is not cut off by a launcher that tells it to."""
+    if processes.launched():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def _fail(prog: str, message: str, code: int) -> int:
+    """One line on stderr, from one process where several were launched; gives the exit code."""
+    if not processes.speaks():
+        return code
     line = printable(" ".join(message.split()))
     if len(line) > _LONGEST_MESSAGE:  # what to do stands at its end
         half = _LONGEST_MESSAGE // 2
@@ -140,7 +179,8 @@ def _quiet_libraries(debug: bool) -> Any:
     """Our own warnings as one line each; those of libraries only with --debug."""
 
     def show(message: Any, category: type[Warning], *_rest: Any) -> None:
-        if debug or issubclass(category, ResidPatchingWarning):
+        ours = issubclass(category, ResidPatchingWarning) and os.environ.get("RANK", "0") == "0"
+        if debug or ours:
             print(f"warning: {printable(' '.join(str(message).split()))}", file=sys.stderr)
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

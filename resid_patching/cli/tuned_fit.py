@@ -12,6 +12,7 @@ from resid_patching.cli.frame import (
     UsageError,
     console,
     csv_text,
+    ignore_launcher,
     load_model,
     print_line,
     print_model,
@@ -21,23 +22,30 @@ from resid_patching.cli.lens_tables import print_kl, print_notes
 from resid_patching.cli.page import asked, require_files, write_page
 from resid_patching.cli.pages import kl_page
 from resid_patching.cli.text import require_text
+from resid_patching.errors import LostProcessError
 
 if TYPE_CHECKING:
     from resid_patching.lens.tuned import TunedLens
     from resid_patching.models import ModelView
+    from resid_patching.processes import Team
 
 _OF_FILES = (".txt", ".text", ".md", ".rst", ".html", ".csv", ".tsv", ".json", ".jsonl", ".py")
 _DATASET = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def fit(arguments: argparse.Namespace) -> None:
-    """Fits a lens, writes it and prints its validation KL by layer."""
-    is_dataset = _is_dataset(arguments)
-    _require_out(arguments)
-    require_files(arguments)
-    _require_optimizer(arguments)
-    texts = _dataset(arguments) if is_dataset else read_text(arguments.text)
-    validation = None if arguments.validation is None else read_text(arguments.validation)
+    """Fits a lens, writes it and prints its validation KL by layer.
+
+    Of several processes, the first alone reads, writes and prints.
+    """
+    from resid_patching.processes import team as join
+
+    team = join()
+    is_dataset = team.first(lambda: _checked(arguments))
+    texts = validation = None
+    if team.is_first:
+        texts = _dataset(arguments) if is_dataset else read_text(arguments.text)
+        validation = None if arguments.validation is None else read_text(arguments.validation)
     before = _lenses(arguments.out)
     model, stand_in = load_model(arguments)
 
@@ -45,7 +53,9 @@ def fit(arguments: argparse.Namespace) -> None:
 
     view = ModelView(model)
     try:
-        lens = _fit(view, texts, validation, arguments)
+        lens = _fit(view, texts, validation, arguments, team)
+        if not team.is_first:
+            return
         if _lenses(arguments.out) != before:
             raise UsageError(
                 f"{arguments.out} was given a lens by another process meanwhile, which was not "
@@ -55,9 +65,22 @@ def fit(arguments: argparse.Namespace) -> None:
         _write(lens, arguments, stand_in)
         origin = _origin(view)
         write_page(arguments, lambda: _page(lens, origin, arguments, stand_in))
-        _print(view, lens, origin, arguments, stand_in)
+        _print(view, lens, origin, arguments, stand_in, team)
     except KeyboardInterrupt:
+        ignore_launcher()
         raise KeyboardInterrupt(_what_is_left(arguments)) from None
+    except LostProcessError as error:
+        ignore_launcher()
+        raise LostProcessError(f"{error} {_what_is_left(arguments)}") from error
+
+
+def _checked(arguments: argparse.Namespace) -> bool:
+    """Whether --text names a dataset, once nothing stands in the way of the fit."""
+    is_dataset = _is_dataset(arguments)
+    _require_out(arguments)
+    require_files(arguments)
+    _require_optimizer(arguments)
+    return is_dataset
 
 
 def _page(lens: TunedLens, origin: Any, arguments: argparse.Namespace, stand_in: str | None) -> Any:
@@ -180,7 +203,9 @@ def _dataset(arguments: argparse.Namespace) -> Any:
 # Fitting
 
 
-def _fit(view: ModelView, texts: Any, validation: Any, arguments: argparse.Namespace) -> TunedLens:
+def _fit(
+    view: ModelView, texts: Any, validation: Any, arguments: argparse.Namespace, team: Team
+) -> TunedLens:
     from resid_patching.lens.fit import fit_tuned_lens
 
     return fit_tuned_lens(
@@ -196,12 +221,14 @@ def _fit(view: ModelView, texts: Any, validation: Any, arguments: argparse.Names
         ridge=arguments.ridge,
         steps=arguments.steps,
         step_tokens=arguments.step_tokens,
+        step_windows=arguments.step_windows,
         optimizer=arguments.optimizer,
         rate=arguments.rate,
         products=arguments.products,
         seed=arguments.seed,
         folder=arguments.out,
         save_every=arguments.save_every,
+        team=team,
     )
 
 
@@ -266,10 +293,13 @@ def _print(
     origin: Any,
     arguments: argparse.Namespace,
     stand_in: str | None,
+    team: Team,
 ) -> None:
     out = console()
     record = lens.record
     print_model(out, view, origin, stand_in)
+    if team.size > 1:
+        print_line(out, "launch", f"{team.size} processes")
     print_line(out, "lens", *describe(lens, arguments.out), gap=" ")
     made = record["fit"]
     print_line(

@@ -69,6 +69,7 @@ def _add_step_flags(group: argparse._ArgumentGroup) -> None:
     )
     _add_number(group, "--steps", whole, 100, "KL steps; 0 for the regression alone")
     _add_number(group, "--step-tokens", count, 256, "positions of each layer in a step")
+    _add_number(group, "--step-windows", count, 2, "windows that a step runs")
     group.add_argument(
         "--optimizer",
         default="muon",

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import uuid
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -28,7 +29,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from resid_patching.address import Address
-from resid_patching.errors import DivergedError
+from resid_patching.errors import DivergedError, IdleProcessWarning, UnequalProcessesError
 from resid_patching.lens import resume as resuming
 from resid_patching.lens.data import Windows, read_windows
 from resid_patching.lens.fingerprint import fingerprint
@@ -37,11 +38,13 @@ from resid_patching.lens.loop import (
     RATES,
     Layer,
     Optimizer,
+    Part,
     Plan,
     Products,
     equip,
     look,
     take_step,
+    validate,
     windows_of,
 )
 from resid_patching.lens.resume import Progress
@@ -49,6 +52,7 @@ from resid_patching.lens.ridge import Solver, Statistics
 from resid_patching.lens.tuned import Site, TunedLens, site_rows
 from resid_patching.lens.unembed import LowUnembedding, Unembedding
 from resid_patching.models import ModelView, as_view, require
+from resid_patching.processes import Team
 
 _PENALTIES = tuple(10.0**power for power in range(-10, 3))
 _FIRST_PENALTY = _PENALTIES.index(1e-6)
@@ -80,6 +84,7 @@ def fit_tuned_lens(
     folder: str | os.PathLike[str] | None = None,
     save_every: int = 20,
     progress: bool = True,
+    team: Team | None = None,
 ) -> TunedLens:
     """Fits a tuned lens.
 
@@ -115,6 +120,12 @@ def fit_tuned_lens(
             CPU). The state stays until `save` has written the lens to the same folder.
         save_every: steps between writes of the state.
         progress: whether a bar with the KL of each layer is shown on a terminal.
+        team: `rp.team()` where several processes, each with the model and called alike, make one
+            fit; None for this process alone. The first reads the texts, once, and gives the ids to
+            all (`texts` of the others is not looked at); it alone validates, writes to `folder`
+            and shows the bar. The regression's batches and a step's windows are split, their sums
+            added: the batch of a step is the same for any number of processes, and so is the
+            state in the folder. All return the same lens.
 
     Returns:
         The lens; `record` holds settings, hash of the data, and validation KL by layer.
@@ -126,7 +137,10 @@ def fit_tuned_lens(
         LensMismatchError: the state in `folder` is of a fit with other settings, data or model.
         ValueError: a setting that cannot be.
         StreamMismatchError, ReadoutMismatchError: the model cannot be read.
+        UnequalProcessesError: the processes were given different models or settings.
+        LostProcessError: another process has ended.
     """
+    team = Team() if team is None else team
     view = as_view(model)
     require(view, "stream", "readout")
     lens = TunedLens.identity(view, site=site)
@@ -143,17 +157,27 @@ def fit_tuned_lens(
         products=products,
     )
     _require_plan(plan, save_every)
-    windows = read_windows(
-        view,
-        texts,
-        length=min(256, view.n_ctx) if length is None else length,
-        tokens=tokens,
-        validation_tokens=validation_tokens,
-        validation=validation,
-        text_key=text_key,
-        prepend_bos=prepend_bos,
+    if plan.steps and step_windows < team.size and team.is_first:
+        warnings.warn(
+            f"in a step, step_windows={step_windows} keeps {step_windows} of {team.size} processes "
+            f"busy; give step_windows={team.size} or a multiple of it",
+            IdleProcessWarning,
+            stacklevel=2,
+        )
+    windows = team.first(
+        lambda: read_windows(
+            view,
+            texts,
+            length=min(256, view.n_ctx) if length is None else length,
+            tokens=tokens,
+            validation_tokens=validation_tokens,
+            validation=validation,
+            text_key=text_key,
+            prepend_bos=prepend_bos,
+        )
     )
-    fit = _Fit(view, lens, plan, windows, ridge, progress)
+    fit = _Fit(view, lens, plan, windows, ridge, progress, team)
+    fit.require_equal()
     fit.run(None if folder is None else Path(folder), save_every)
     return fit.lens
 
@@ -185,8 +209,18 @@ class _Fit:
     windows: Windows
     ridge: bool
     shows: bool
+    team: Team = Team()
     penalty: int = _FIRST_PENALTY
     writer: str | None = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def require_equal(self) -> None:
+        """Raises where the processes of the team do not make the same fit."""
+        for rank, theirs in enumerate(self.team.gather(self.identity)):
+            for name, left, right in resuming.differences(theirs, self.identity):
+                raise UnequalProcessesError(
+                    f"process {rank} has {name} = {left!r}, process {self.team.rank} has "
+                    f"{right!r}; give all processes the same model and settings"
+                )
 
     def run(self, folder: Path | None, save_every: int) -> None:
         """Everything, from the folder's state where it has one; the result is put in the lens."""
@@ -194,7 +228,8 @@ class _Fit:
         self.unembedding = Unembedding.of(self.view)
         low = self.plan.products == "bfloat16"
         self.stepping = LowUnembedding.of(self.view) if low else self.unembedding
-        self.held = Held.of(self.view, self.windows.validation, self.rows)
+        if self.team.is_first:
+            self.held = Held.of(self.view, self.windows.validation, self.rows)
         state = self._take_up(folder) or self._begin(folder)
         bar = tqdm(total=self.plan.steps, initial=state.step, unit="step", disable=self._hidden)
         with bar:
@@ -206,15 +241,19 @@ class _Fit:
                 self._look(state)
                 bar.set_postfix_str("KL " + " ".join(f"{kl:.2f}" for kl in kls))
                 bar.update()
-                if folder is not None and state.step % save_every == 0:
-                    resuming.save(folder, state, self.identity, self.writer)
-        if folder is not None and self.plan.steps:
-            resuming.save(folder, state, self.identity, self.writer)
+                if state.step % save_every == 0:
+                    self._save(folder, state)
+        self._save(folder, state)
         self._finish(state)
+
+    def _save(self, folder: Path | None, state: Progress) -> None:
+        if folder is not None and self.plan.steps:
+            self.team.first(lambda: resuming.save(folder, state, self.identity, self.writer))
 
     @property
     def _hidden(self) -> bool | None:
-        return None if self.shows else True  # None: shown on a terminal alone
+        # None: shown on a terminal alone
+        return None if self.shows and self.team.is_first else True
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -234,24 +273,24 @@ class _Fit:
         table: dict[str, Any] = {"logit_lens": [], "ridge": [], "penalty": []}
         layers = []
         for number, row in enumerate(self.rows):
-            weight, bias, kl = self._start(number, statistics, table)
+            weight, bias, kl = self.team.first(lambda n=number: self._start(n, statistics, table))
             layers.append(self._layer(row, weight, bias, statistics.scales[number], kl))
         table["last_spread"] = statistics.last_spread
+        table = self.team.broadcast(table)
         for layer in layers:
             equip(layer, self.plan, statistics.last_spread)
         state = Progress(0, layers, table, [])
-        if folder is not None and self.plan.steps:
-            resuming.save(folder, state, self.identity, self.writer)
+        self._save(folder, state)
         return state
 
     def _layer(self, row: Address, weight: Tensor, bias: Tensor, scale: float, kl: float) -> Layer:
+        weight, bias = (t.to(self.lens.weight.device) for t in (weight, bias))
         return Layer(str(row), weight, bias, scale, kl, weight.clone(), bias.clone())
 
     def _take_up(self, folder: Path | None) -> Progress | None:
-        about, tensors = (None, {}) if folder is None else resuming.read(folder)
-        if folder is None or about is None:
+        about, tensors = self.team.first(lambda: self._read(folder))
+        if about is None:
             return None
-        resuming.require_same(folder, about, self.identity)
         blank = [(w.detach().clone(), b.detach().clone()) for w, b in zip(*self._zero, strict=True)]
         layers = [
             self._layer(row, *pair, float(kept.get("scale", 1.0)), 0.0)
@@ -262,37 +301,54 @@ class _Fit:
         self.writer = about.get("writer")
         return resuming.put(about, tensors, layers)
 
+    def _read(self, folder: Path | None) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+        """The state in the folder, if there is one and it is of this fit."""
+        about, tensors = (None, {}) if folder is None else resuming.read(folder)
+        if folder is not None and about is not None:
+            resuming.require_same(folder, about, self.identity)
+        return about, tensors
+
     @property
     def _zero(self) -> tuple[Tensor, Tensor]:
         return self.lens.weight, self.lens.bias
 
     def _statistics(self) -> _Moments:
-        """Of all training windows; of two, for the scales alone, where no regression is made."""
+        """Of all training windows; of two, for the scales alone, where no regression is made.
+
+        Batches are the same for any number of processes, so that what is rounded in them is too.
+        """
         device = self.unembedding.device
         statistics = Statistics.empty(len(self.rows), self.view.d_model, device)
         last_square = torch.zeros((), dtype=torch.float64, device=device)
         training = self.windows.training if self.ridge else self.windows.training[:2]
-        parts = training.split(max(1, 1024 // training.shape[1]))
-        for part in tqdm(parts, unit="batch", desc="ridge", disable=self._hidden):
-            found = harvest(self.view, part, self.rows, logits=False)
-            self._require_finite([*found.states, found.last])
+        batches = training.split(max(1, 1024 // training.shape[1]))
+        mine = [batches[number] for number in self.team.share(len(batches))]
+        diverged = None
+        for batch in tqdm(mine, unit="batch", desc="ridge", disable=self._hidden):
+            found = harvest(self.view, batch, self.rows, logits=False)
+            if diverged := self._diverged([*found.states, found.last]):
+                break
             statistics.add(found.states, found.last)
             last_square += found.last.pow(2).mean(-1).sum().double()
+        self.team.agree(diverged)
+        statistics.sum_over(self.team)
+        self.team.sum(last_square)
         return _Moments.of(statistics, float((last_square / statistics.tokens).sqrt()))
 
-    def _require_finite(self, states: list[Tensor]) -> None:
+    def _diverged(self, states: list[Tensor]) -> DivergedError | None:
         labels = [*map(str, self.rows), "the last state"]
         for label, tensor in zip(labels, states, strict=True):
             if not bool(tensor.isfinite().all()):
-                raise DivergedError(
+                return DivergedError(
                     f"layer {label}, ridge: the model's own states are not finite. Load it in "
                     "float32 or bfloat16."
                 )
+        return None
 
     def _start(
         self, number: int, moments: _Moments, table: dict[str, Any]
     ) -> tuple[Tensor, Tensor, float]:
-        """A layer's first translator by validation KL: the regression, or the identity."""
+        """A layer's first translator by validation KL, on the CPU: the regression's, or none."""
         zero = (self._zero[0][number].detach().clone(), self._zero[1][number].detach().clone())
         identity_kl = self.held.kl(number, *zero)
         table["logit_lens"].append(identity_kl)
@@ -302,9 +358,9 @@ class _Fit:
             table["ridge"].append(kl)
             if kl < identity_kl:
                 table["penalty"].append(penalty)
-                return *pair, kl
+                return pair[0].cpu(), pair[1].cpu(), kl
             table["penalty"].append(None)
-        return *zero, identity_kl
+        return zero[0].cpu(), zero[1].cpu(), identity_kl
 
     def _choose(self, number: int, solver: Solver) -> tuple[tuple[Tensor, Tensor], float]:
         """The penalty with the least validation KL, by walking downhill from the layer before's."""
@@ -331,18 +387,26 @@ class _Fit:
     # Steps
 
     def _step(self, layers: list[Layer], step: int) -> list[float]:
-        picked = windows_of(len(self.windows.training), self.plan, step)
-        found = harvest(self.view, self.windows.training[picked], self.rows, logits=True)
-        return take_step(layers, self.plan, step, found, self.stepping)
+        training = self.windows.training
+        picked = training[windows_of(len(training), self.plan, step)]
+        mine, positions = self.team.share(len(picked)), training.shape[1] - 1
+        found = [
+            harvest(self.view, picked[number : number + 1], self.rows, logits=True)
+            for number in mine
+        ]
+        part = Part(self.team, mine.start * positions, len(picked) * positions)
+        return take_step(layers, self.plan, step, found, self.stepping, part)
 
     def _look(self, state: Progress) -> None:
         if state.step % self.plan.every and state.step != self.plan.steps:
             return
-        kls = look(state.layers, self.plan, self.held)
+        kls = self.team.first(lambda: validate(state.layers, self.held))
+        look(state.layers, self.plan, kls)
         state.looks.append({"step": state.step, "kl": kls})
 
     def _finish(self, state: Progress) -> None:
-        weight, bias = resuming.best_translators(state.layers)
+        best = resuming.best_translators(state.layers)
+        weight, bias = self.team.broadcast(tuple(tensor.cpu() for tensor in best))
         with torch.no_grad():
             self.lens.weight.copy_(weight)
             self.lens.bias.copy_(bias)
@@ -360,7 +424,7 @@ class _Fit:
             "data_sha256": self.windows.hash,
             "validation": {
                 "layers": [str(row) for row in self.rows],
-                "tokens": len(self.held),
+                "tokens": len(self.windows.validation) * (length - 1),
                 "logit_lens": state.table["logit_lens"],
                 "ridge": state.table["ridge"],
                 "tuned": [layer.kl for layer in state.layers],

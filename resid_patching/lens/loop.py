@@ -5,12 +5,14 @@ so that their errors are not of the same tokens. A layer stops when its validati
 falls, and keeps the best translator that it had, which may be the one it started from.
 
 Everything random is drawn from the seed, the step and the layer, so a step depends on nothing but
-the parameters and the optimizers' state before it.
+the parameters and the optimizers' state before it. Several processes make the same draws; each
+runs its part of the windows, and the gradients of all are summed before they are used.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,6 +24,7 @@ from resid_patching.errors import DivergedError
 from resid_patching.lens.harvest import Harvest, Held
 from resid_patching.lens.steps import Teacher, kl_and_gradient
 from resid_patching.lens.unembed import Unembedding
+from resid_patching.processes import Team
 
 Optimizer = Literal["muon", "adam", "sgd"]
 Products = Literal["float32", "bfloat16"]
@@ -119,19 +122,54 @@ def equip(layer: Layer, plan: Plan, last_spread: float) -> None:
     layer.optimizers = [of_weight, of_bias]
 
 
+@dataclass(frozen=True)
+class Part:
+    """What one process of a team runs of a step.
+
+    Attributes:
+        team: the processes.
+        first: positions of the step's windows before its own.
+        total: positions of all of the step's windows.
+    """
+
+    team: Team
+    first: int
+    total: int
+
+
 def take_step(
-    layers: list[Layer], plan: Plan, step: int, found: Harvest, unembedding: Unembedding
+    layers: list[Layer],
+    plan: Plan,
+    step: int,
+    found: Sequence[Harvest],
+    unembedding: Unembedding,
+    part: Part | None = None,
 ) -> list[float]:
     """One step of every layer that has not stopped.
+
+    Each window is worked on by itself and their gradients are added in float64, so that a step is
+    the same to the last bits on any number of processes.
+
+    Args:
+        layers: the translators.
+        plan: how steps are made.
+        step: which this is.
+        found: the windows of the step that this process runs, one each; there may be none.
+        unembedding: the model's readout.
+        part: where among the step's windows they are; None where they are all.
 
     Returns:
         The mean KL of each layer's tokens before the step, in nats; NaN where it has stopped.
 
     Raises:
         DivergedError: a KL or a gradient is not finite.
+        LostProcessError: another process of the team has ended.
     """
-    assert found.logits is not None
-    teacher = Teacher.of(unembedding, found.logits)
+    teachers = []
+    for window in found:
+        assert window.logits is not None
+        teachers.append(Teacher.of(unembedding, window.logits))
+    part = Part(Team(), 0, sum(map(len, teachers))) if part is None else part
     buffer = unembedding.buffer(min(unembedding.block_rows, plan.step_tokens))
     kls = []
     for number, layer in enumerate(layers):
@@ -139,45 +177,47 @@ def take_step(
             kls.append(math.nan)
             continue
         generator = draw(plan.seed, step, number + 1)
-        where = torch.randperm(len(teacher), generator=generator)[: plan.step_tokens]
-        where = where.to(unembedding.device)
-        kls.append(
-            _step_layer(
-                layer,
-                plan,
-                step,
-                found.states[number][where],
-                teacher.take(where),
-                unembedding,
-                buffer,
-            )
-        )
+        drawn = torch.randperm(part.total, generator=generator)[: plan.step_tokens]
+        like = {"dtype": torch.float64, "device": layer.weight.device}
+        sums = [torch.zeros(shape, **like) for shape in (layer.weight.shape, layer.bias.shape, ())]
+        first = part.first
+        for window, teacher in zip(found, teachers, strict=True):
+            where = drawn[(drawn >= first) & (drawn < first + len(teacher))] - first
+            first += len(teacher)
+            if len(where):
+                where = where.to(unembedding.device)
+                states = window.states[number][where]
+                parts = _sums(layer, states, teacher.take(where), unembedding, buffer)
+                for whole, each in zip(sums, parts, strict=True):
+                    whole += each
+        means = [part.team.sum(whole) / len(drawn) for whole in sums]
+        kls.append(_step_layer(layer, plan, step, *means))
     return kls
 
 
-def _step_layer(
-    layer: Layer,
-    plan: Plan,
-    step: int,
-    states: Tensor,
-    teacher: Teacher,
-    unembedding: Unembedding,
-    buffer: Tensor,
-) -> float:
+def _sums(
+    layer: Layer, states: Tensor, teacher: Teacher, unembedding: Unembedding, buffer: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of A and b, and the KL, summed over tokens."""
     moved = states + torch.nn.functional.linear(states, layer.weight, layer.bias)
     kl, gradient = kl_and_gradient(unembedding, moved, teacher, buffer)
-    on_weight = gradient.T @ states / len(states)
-    on_bias = gradient.mean(0)
+    return gradient.T @ states, gradient.sum(0), kl.sum()
+
+
+def _step_layer(
+    layer: Layer, plan: Plan, step: int, on_weight: Tensor, on_bias: Tensor, mean_kl: Tensor
+) -> float:
+    kl = float(mean_kl)
     norm = (on_weight.pow(2).sum() + on_bias.pow(2).sum()).sqrt()
-    mean = float(kl.mean())
-    if not math.isfinite(mean) or not math.isfinite(float(norm)):
+    if not math.isfinite(kl) or not math.isfinite(float(norm)):
         raise DivergedError(
-            f"layer {layer.label}, step {step}: KL {mean:.3g}, gradient {float(norm):.3g}. Nothing "
+            f"layer {layer.label}, step {step}: KL {kl:.3g}, gradient {float(norm):.3g}. Nothing "
             "more is changed; lower the learning rate (rate=...), or load the model in float32 if "
             "its own states overflow."
         )
     shrink = min(1.0, plan.clip / max(float(norm), 1e-30))
-    layer.weight.grad, layer.bias.grad = on_weight * shrink, on_bias * shrink
+    layer.weight.grad = (on_weight * shrink).to(layer.weight.dtype)
+    layer.bias.grad = (on_bias * shrink).to(layer.bias.dtype)
     decay = 1 - step / plan.steps
     for optimizer in layer.optimizers:
         for group in optimizer.param_groups:
@@ -185,20 +225,22 @@ def _step_layer(
             group["lr"] = group["first_rate"] * decay
         optimizer.step()
     layer.weight.grad = layer.bias.grad = None
-    return mean
+    return kl
 
 
-def look(layers: list[Layer], plan: Plan, held: Held) -> list[float]:
-    """The validation KL of each layer as it is; the best translators are kept."""
-    kls = []
-    for number, layer in enumerate(layers):
-        if layer.stopped:
-            kls.append(layer.kl)
-            continue
-        kl = held.kl(number, layer.weight, layer.bias)
-        layer.look(kl, plan.patience)
-        kls.append(kl)
-    return kls
+def validate(layers: list[Layer], held: Held) -> list[float]:
+    """The validation KL of each layer as it is; its best where it has stopped."""
+    return [
+        layer.kl if layer.stopped else held.kl(number, layer.weight, layer.bias)
+        for number, layer in enumerate(layers)
+    ]
+
+
+def look(layers: list[Layer], plan: Plan, kls: Sequence[float]) -> None:
+    """Takes note of the validation KL of each layer that has not stopped."""
+    for layer, kl in zip(layers, kls, strict=True):
+        if not layer.stopped:
+            layer.look(kl, plan.patience)
 
 
 def draw(seed: int, step: int, which: int) -> torch.Generator:

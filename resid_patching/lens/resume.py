@@ -198,19 +198,19 @@ def require_same(folder: Path, about: dict[str, Any], identity: dict[str, Any]) 
         LensMismatchError: of one with other settings, data or of another model.
     """
     theirs, ours = about["identity"], json.loads(json.dumps(identity))
-    for name, left, right in _differences(theirs, ours):
+    for name, left, right in differences(theirs, ours):
         raise LensMismatchError(
             f"{folder / STATE} is of a fit with {name} = {left!r}, but this one has {right!r}. Use "
             "the same to go on with it, or another folder to begin anew."
         )
 
 
-def _differences(left: dict[str, Any], right: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def differences(left: dict[str, Any], right: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Entries that differ, inside entries too, by name."""
     for name in sorted(left.keys() | right.keys()):
         ours, theirs = left.get(name), right.get(name)
         if isinstance(ours, dict) and isinstance(theirs, dict):
-            for inner, *values in _differences(ours, theirs):
+            for inner, *values in differences(ours, theirs):
                 yield f"{name} {inner}", *values
         elif ours != theirs:
             yield name, ours, theirs

@@ -21,6 +21,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from resid_patching.processes import Team
+
 
 @dataclass
 class Statistics:
@@ -91,6 +93,21 @@ class Statistics:
         self.mean_y += other.total / total * shift_y
         self.total = total
         self.tokens += other.tokens
+
+    def sum_over(self, team: Team) -> None:
+        """Adds the statistics of the other processes of a team; all have the sum after it."""
+        if team.size == 1:
+            return
+        total = team.sum(self.total.clone())
+        mean_x = team.sum(self.total * self.mean_x) / total
+        mean_y = team.sum(self.total * self.mean_y) / total
+        shift_x, shift_y = self.mean_x - mean_x, self.mean_y - mean_y
+        self.xx += self.total * torch.einsum("lm,ln->lmn", shift_x, shift_x)
+        self.xy += self.total * torch.einsum("lm,n->lmn", shift_x, shift_y)
+        team.sum(self.xx)
+        team.sum(self.xy)
+        self.total, self.mean_x, self.mean_y = total, mean_x, mean_y
+        self.tokens = sum(team.gather(self.tokens))
 
     def spread(self) -> Float[Tensor, " layer"]:
         """Root mean square of a layer's states, weighted."""

@@ -186,19 +186,20 @@ def _probe(view: ModelView) -> tuple[dict[str, Tensor], Tensor, Tensor]:
 
     states: dict[str, Tensor] = {}
     raw: list[Tensor] = []
-    readers = {name: _keep(states, name) for name in names}
+    readers = {name: _keep(states, name, view.device) for name in names}
     fired = {name: reader for name, reader in readers.items() if name not in optional}
     quiet = {name: reader for name, reader in readers.items() if name in optional}
     with view.attached(quiet):
         logits = view.forward(tokens, fired, logits=lambda tensor: raw.append(tensor.detach()))
     if not raw:
         raise HookNotFiredError("its unembedding is not called as a module")
-    return states, logits, raw[-1]
+    return states, logits.to(view.device), raw[-1].to(view.device)
 
 
-def _keep(states: dict[str, Tensor], name: str) -> Any:
+def _keep(states: dict[str, Tensor], name: str, device: torch.device) -> Any:
     def keep(tensor: Tensor) -> None:
-        states[name] = tensor.detach().clone()
+        # The layers of a model that was split over devices lie on several.
+        states[name] = tensor.detach().to(device, copy=True)
 
     return keep
 

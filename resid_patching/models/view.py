@@ -274,7 +274,7 @@ class ModelView:
         weight = self._block_weight(layer, "attn", "W_O")
         if weight is None:
             raise AddressError(f"layer {layer} of {self.name} shows no W_O")
-        return weight.reshape(self.n_heads, -1, self.d_model)
+        return weight.to(self.device).reshape(self.n_heads, -1, self.d_model)
 
     def b_O(self, layer: int) -> Float[Tensor, " d_model"]:
         """The output bias of an attention layer; zeros where the model has none."""
@@ -285,7 +285,7 @@ class ModelView:
         weight = self._block_weight(layer, "mlp", "W_out")
         if weight is None or weight.ndim != 2:
             raise AddressError(f"layer {layer} of {self.name} has no single W_out")
-        return weight
+        return weight.to(self.device)
 
     def n_neurons(self, layer: int) -> int:
         """Neurons of a layer's MLP; 0 where there is none."""
@@ -296,7 +296,7 @@ class ModelView:
         return self._bias(self._block_weight(layer, "mlp", "b_out"))
 
     def _bias(self, bias: Tensor | None) -> Tensor:
-        return self.W_U.new_zeros(self.d_model) if bias is None else bias
+        return self.W_U.new_zeros(self.d_model) if bias is None else bias.to(self.device)
 
     @property
     def final_norm(self) -> Norm:

@@ -140,7 +140,7 @@ def ridge(model: Any) -> Case:
 
     def theirs() -> Tensor:
         found = harvest(view, tokens, rows, logits=True)
-        take_step(layers, plan, 0, found, Unembedding.of(view))
+        take_step(layers, plan, 0, [found], Unembedding.of(view))
         return torch.zeros(())
 
     flops = forward_flops(PROMPTS, LENGTH) + len(rows) * n_tokens * 4.0 * D * D
