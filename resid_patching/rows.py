@@ -100,7 +100,7 @@ class RowFile:
             return []
         for name, theirs, ours in differences(found, as_json(identity)):
             raise SweepMismatchError(
-                f"{self.path} holds rows of another sweep: its {name} is {theirs}, this sweep's is "
+                f"{self.path} holds rows of another sweep: its {name}: {theirs}; this sweep's: "
                 f"{ours}. Go on with the same, or give another file to begin anew."
             )
         return self._rows[part]
@@ -189,9 +189,7 @@ def as_json(identity: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(identity))
 
 
-def differences(
-    left: dict[str, Any], right: dict[str, Any]
-) -> Iterator[tuple[str, str, str]]:
+def differences(left: dict[str, Any], right: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Entries that differ, by name, with both sides in words."""
     for name in [*left, *(name for name in right if name not in left)]:
         ours, theirs = left.get(name), right.get(name)

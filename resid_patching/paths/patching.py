@@ -181,9 +181,7 @@ class _Work:
             columns = [
                 column
                 for column in range(n_columns)
-                if self.share.wants(
-                    self.chunk.rows, place * n_columns + column, numbers, column
-                )
+                if self.share.wants(self.chunk.rows, place * n_columns + column, numbers, column)
             ]
             if columns:
                 yield numbers, columns
