@@ -5,7 +5,10 @@ values for one group of prompts:
 
     {"format": "resid_patching.rows", "version": 1, "part": 0, "identity": {...}, "sha256": ...}
     {"sweep": "3f5a...", "target": "9.9", "prompts": [0, 21], "routes": ["plain"],
-     "baseline": [...], "patched": [...], "direct": [...], "sha256": ...}
+     "baseline": [...], "patched": [...], "frozen": [...], "sha256": ...}
+
+`frozen` is the metric with the change carried to the last state, all later writes frozen: an
+effect's `direct` is frozen - baseline, its `total` patched - baseline.
 
 Every line carries the checksum of the rest of it, and every row the mark of its sweep. A file is
 only ever added to, by whole lines that are on the disk before the work goes on. What a kill leaves
@@ -31,7 +34,7 @@ from resid_patching.files import checksum, read_json
 
 FORMAT, VERSION = "resid_patching.rows", 1
 _BEGIN = json.dumps({"format": FORMAT})[:-1].encode()
-_VALUES = ("baseline", "patched", "direct")
+_VALUES = ("baseline", "patched", "frozen")
 _SHOWN = 60
 
 
@@ -44,7 +47,7 @@ class Row:
         column: the reader or the position, where there are several beside each other.
         prompts: the first prompt, and the one behind the last.
         routes: how it was run.
-        values: baseline, patched and direct.
+        values: baseline, patched and frozen: the metric, not differences of it.
     """
 
     target: str
@@ -80,7 +83,7 @@ class RowFile:
         content = self._target.read_bytes() if self._target.exists() else b""
         whole = content.rfind(b"\n") + 1
         self._seen, self._whole = len(content), whole
-        if not whole and content and not _begins_alike(content):
+        if not _begins_alike(content):
             raise ResultFormatError(f"{self.path} is no file of rows; nothing of it was changed")
         for number, line in enumerate(content[:whole].split(b"\n")[:-1], start=1):
             self._read(number, line)
@@ -154,10 +157,6 @@ class RowFile:
     def _read(self, number: int, line: bytes) -> None:
         try:
             body = read_json(line.decode())
-            if number == 1 and (not isinstance(body, dict) or body.get("format") != FORMAT):
-                raise ResultFormatError(
-                    f"{self.path} is no file of rows; nothing of it was changed"
-                )
             sha256 = body.pop("sha256")
             if sha256 != checksum(body):
                 raise ValueError("its numbers or names are not those that were written")
@@ -212,7 +211,7 @@ def _short(value: Any) -> str:
 
 
 def _begins_alike(content: bytes) -> bool:
-    """Whether it may be a first line that a kill cut short."""
+    """Whether it begins as a file of rows does, or a kill cut its first line short."""
     n = min(len(content), len(_BEGIN))
     return content[:n] == _BEGIN[:n]
 
