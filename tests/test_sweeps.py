@@ -15,13 +15,14 @@ import zoo
 from sweep_worker import FIELDS, KEPT, METRIC, SWEEPS, ablate_line, captured, path_line, sweep
 
 import resid_patching as rp
-from resid_patching.ablation import sharing
 from resid_patching.cli import main, text
 from resid_patching.errors import (
     AblationError,
     ResultFormatError,
     SweepMismatchError,
 )
+from resid_patching.rerun import Share, engine
+from resid_patching.rerun.plain import NotPlain
 from resid_patching.rows import RowFile
 
 PROMPTS = sweep_worker.token_rows(60, 7)
@@ -361,21 +362,30 @@ def test_linearised_paths_are_not_kept(capsys, folder):
 # Groups of prompts and routes
 
 
-def test_the_widest_prompts_decide_the_route_whoever_works_them():
-    """Local attention is seen on long prompts alone; short ones must not go another way."""
+@pytest.mark.parametrize("worked", ["widest", "shortest"])
+def test_the_widest_prompts_decide_the_route_whoever_works_them(monkeypatch, worked):
+    """What only long prompts show, such as local attention, is not left to who has them."""
+    own = engine._Checks._require_plain
 
-    class OnlyLast(sharing.Share):
+    def only_short(self, blocks, clean):
+        own(self, blocks, clean)
+        if clean.width > 10:
+            raise NotPlain
+
+    class Part(Share):
         def deal(self, chunks):
-            return chunks[-1:]
+            widths = [run.prompts.lengths[rows.start] for rows in chunks]
+            assert set(widths) == {3, 30}
+            return [chunks[widths.index(30 if worked == "widest" else 3)]]
 
-    def routes(share):
-        run = rp.capture(zoo.fresh_named("mistral"), [[1, 2, 3]] * 200 + [list(range(1, 31))] * 20)
-        variants = rp.ablation.ablating.variants_of(
-            run, rp.heads(run.view)[:2], rp.Zero(), [run.locate(None)], joint=False
-        )
-        return rp.rerun.rerun(run, variants, METRIC.bind(run), share=share).routes
-
-    assert routes(OnlyLast()) == routes(sharing.Share())
+    monkeypatch.setattr(engine._Checks, "_require_plain", only_short)
+    model = zoo.fresh(zoo.BACKENDS[0])
+    run = rp.capture(model, [[1, 2, 3]] * 400 + [list(range(1, 31))] * 40)
+    sites = rp.heads(run.view)[:2]
+    where = [run.locate(None)]
+    variants = ablating.variants_of(run, sites, rp.Zero(), where, joint=False)
+    found = engine.rerun(run, variants, METRIC.bind(run), share=Part())
+    assert found.routes == ("replay",)
 
 
 # Several processes
