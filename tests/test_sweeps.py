@@ -15,6 +15,7 @@ import zoo
 from sweep_worker import FIELDS, KEPT, METRIC, SWEEPS, ablate_line, captured, path_line, sweep
 
 import resid_patching as rp
+from resid_patching.ablation.ablating import variants_of
 from resid_patching.cli import main, text
 from resid_patching.errors import (
     AblationError,
@@ -383,7 +384,7 @@ def test_the_widest_prompts_decide_the_route_whoever_works_them(monkeypatch, wor
     run = rp.capture(model, [[1, 2, 3]] * 400 + [list(range(1, 31))] * 40)
     sites = rp.heads(run.view)[:2]
     where = [run.locate(None)]
-    variants = ablating.variants_of(run, sites, rp.Zero(), where, joint=False)
+    variants = variants_of(run, sites, rp.Zero(), where, joint=False)
     found = engine.rerun(run, variants, METRIC.bind(run), share=Part())
     assert found.routes == ("replay",)
 
