@@ -119,6 +119,10 @@ class UnequalProcessesError(ResidPatchingError, ValueError):
     """Several processes that were given different models, data or settings."""
 
 
+class SweepMismatchError(ResidPatchingError, ValueError):
+    """Rows of another sweep than the one that would go on with them."""
+
+
 class MissingExtraError(ResidPatchingError, ImportError):
     """A package that only an extra of ours needs, and that is not installed."""
 

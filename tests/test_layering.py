@@ -15,6 +15,7 @@ ORDER = (
     "version",
     "errors",
     "files",
+    "rows",
     "processes",
     "markup",
     "address",

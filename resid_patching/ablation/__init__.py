@@ -4,6 +4,7 @@ from resid_patching.ablation.ablating import ablate, measure
 from resid_patching.ablation.effect import Effect
 from resid_patching.ablation.kinds import Kind, Mean, Path, Resample, Zero
 from resid_patching.ablation.linearised import Linearised, linearised_paths
+from resid_patching.ablation.sharing import Rows
 from resid_patching.ablation.targets import Targets, heads, neurons, streams, writers
 from resid_patching.rerun import Route
 
@@ -15,6 +16,7 @@ __all__ = [
     "Path",
     "Resample",
     "Route",
+    "Rows",
     "Targets",
     "Zero",
     "ablate",

@@ -25,6 +25,7 @@ Scrubbing", on resampling; McGrath et al. 2023 (arXiv 2307.15771) on later layer
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,14 +36,16 @@ from torch import Tensor
 from resid_patching.ablation.effect import Effect
 from resid_patching.ablation.fills import Fills
 from resid_patching.ablation.kinds import Kind, Path, count_prompts, require_kind
+from resid_patching.ablation.sharing import Rows, Shared, identity_of
 from resid_patching.ablation.targets import Targets, find_sites
 from resid_patching.address import Address
 from resid_patching.errors import AblationError, PositionError
 from resid_patching.metrics import Metric, as_metric
 from resid_patching.models import require
 from resid_patching.paths import patch_paths, require_readers, require_senders
+from resid_patching.processes import Team
 from resid_patching.prompts import PositionIndex, Positions
-from resid_patching.rerun import Edit, Route, Variant, rerun
+from resid_patching.rerun import EVERYTHING, Edit, Route, Variant, rerun
 from resid_patching.result import Axis, provenance
 from resid_patching.run import Run
 
@@ -57,6 +60,8 @@ def ablate(
     joint: bool = False,
     routes: Sequence[Route] = ("plain", "replay", "full"),
     progress: Callable[[int], None] | None = None,
+    rows: str | os.PathLike[str] | Rows | None = None,
+    team: Team | None = None,
 ) -> Effect:
     """Replaces targets and measures what that does.
 
@@ -72,6 +77,11 @@ def ablate(
         joint: replace all targets together, in one row; else one at a time, one row each.
         routes: how the engine may run the variants; all give the same numbers.
         progress: called with the number of variants just done, for each group of prompts.
+        rows: a file that keeps each row as it comes. One that is there already, of this very
+            sweep, is gone on with: what it holds is not computed again, and the result is that of
+            an unbroken sweep, to the last bit where the machine computes alike.
+        team: `rp.team()`, the processes of a launch, which share the work; all make this call with
+            the same arguments. Each gets the whole result, as of one process to the last bit.
 
     Returns:
         An `Effect` [target, batch] whose text names the kind. Of a `Path` to `rp.readers(...)` it
@@ -83,6 +93,10 @@ def ablate(
         AddressError: a target or reader this model does not have.
         PositionError: a prompt has no such position.
         PromptError: prompts of unequal length where a kind needs equal ones.
+        SweepMismatchError: `rows` holds rows of another sweep.
+        ResultFormatError: `rows` is damaged, or no file of rows.
+        LostProcessError: a process of the team has ended.
+        UnequalProcessesError: the processes of the team were given different sweeps.
     """
     kind = require_kind(how)
     sites = find_sites(run.view, targets)
@@ -99,7 +113,15 @@ def ablate(
     variants = variants_of(run, sites, kind, places, joint=joint)
     labels = (" + ".join(map(str, sites)) or "nothing",) if joint else tuple(map(str, sites))
     axes = [Axis("target", labels), Axis("batch", tuple(range(len(run))))]
-    options: dict[str, Any] = {"routes": routes, "progress": progress}
+    where = _positions_text(positions)
+    origin = provenance(run.view, run.prompts, _plan(run, kind, chosen, where, joint))
+    team = Team() if team is None else team
+    share = EVERYTHING
+    if variants and (rows is not None or team.size > 1):
+        columns = tuple(range(len(places))) if each else None
+        identity = identity_of(run, kind, chosen, reading, places, labels, origin, routes)
+        share = Shared(run.view, team, _names(labels, kind, columns), identity, rows)
+    options: dict[str, Any] = {"routes": routes, "progress": progress, "share": share}
     if isinstance(kind, Path):
         found: Any = patch_paths(run, variants, kind.ends, reading, mlps=kind.mlps, **options)
     else:
@@ -112,13 +134,12 @@ def ablate(
         axes.insert(1, Axis("reader", kind.ends.labels))
     elif isinstance(kind, Path):
         patched, direct = patched[:, 0], direct[:, 0]
-    where = _positions_text(positions)
     weights = getattr(chosen, "weights", None)
     return Effect(
         values=patched - found.baseline,
         axes=tuple(axes),
         unit=chosen.unit,
-        provenance=provenance(run.view, run.prompts, _plan(run, kind, chosen, where, joint)),
+        provenance=origin,
         how=str(kind),
         metric=str(chosen),
         joint=joint,
@@ -129,6 +150,16 @@ def ablate(
         weights=None if weights is None else weights(run),
         routes=found.routes,
     )
+
+
+def _names(
+    labels: Sequence[str], kind: Kind, places: Sequence[int] | None
+) -> list[list[tuple[str, str | int | None]]]:
+    """What the cells of each variant are called in rows."""
+    if places is not None:
+        return [[(label, place)] for label in labels for place in places]
+    beside = kind.ends.labels if isinstance(kind, Path) and kind.is_sweep else (None,)
+    return [[(label, column) for column in beside] for label in labels]
 
 
 def _require_each(positions: str, kind: Kind) -> None:

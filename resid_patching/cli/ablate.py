@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from resid_patching.cli.effects import join, print_effect
+from resid_patching.cli.effects import joined, print_effect
 from resid_patching.cli.frame import (
     Parser,
     UsageError,
@@ -32,6 +32,7 @@ from resid_patching.cli.page import asked, require_files, write_page
 from resid_patching.cli.pages import effect_page
 from resid_patching.cli.progress import Progress
 from resid_patching.cli.scores import METRICS, metric_name, new_metric, shared
+from resid_patching.cli.sharing import Sharing, add_rows_flag, join
 from resid_patching.cli.text import TextWindows, require_text
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def _add_flags(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument(
         "--top", type=count, default=15, metavar="N", help="rows shown (default: 15)"
     )
+    add_rows_flag(parser)
     add_model_flags(parser)
     add_output_flags(parser)
 
@@ -175,6 +177,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Ablates the targets and prints what that did."""
     inputs = _read_inputs(arguments)
     require_files(arguments)
+    sharing = join(arguments)
     model, stand_in = load_model(arguments)
 
     from resid_patching.files import write_text
@@ -182,11 +185,14 @@ def run(arguments: argparse.Namespace) -> None:
 
     view = ModelView(model)
     sites = _targets(view, arguments)
-    with Progress() as progress:
+    with Progress(shown=sharing.team.is_first) as progress:
+        work = _Work(arguments, sites, sharing, progress)
         if inputs.prompts is None:
-            effect, shown = _on_text(view, sites, arguments, inputs, progress)
+            effect, shown = _on_text(view, work, inputs)
         else:
-            effect, shown = _on_prompts(view, sites, arguments, inputs, progress)
+            effect, shown = _on_prompts(view, work, inputs)
+    if not sharing.team.is_first:
+        return
     if arguments.json is not None:
         write_text(arguments.json, _as_json(effect, arguments, inputs, stand_in))
     if arguments.csv is not None:
@@ -263,15 +269,36 @@ def _targets(view: ModelView, arguments: argparse.Namespace) -> list[Any]:
 # Running
 
 
-def _on_prompts(
-    view: ModelView,
-    sites: list[Any],
-    arguments: argparse.Namespace,
-    inputs: _Inputs,
-    progress: Progress,
-) -> tuple[Effect, Prompts]:
+@dataclass(frozen=True)
+class _Work:
+    """What is ablated, by whom, and who is told how far it is."""
+
+    arguments: argparse.Namespace
+    sites: list[Any]
+    sharing: Sharing
+    progress: Progress
+
+    def ablate(self, captured: Run, kind: Any, metric: Any, part: int = 0) -> Effect:
+        """Ablates the targets in one group of prompts."""
+        from resid_patching.ablation import ablate
+
+        n_variants = 1 if self.arguments.joint else len(self.sites)
+        return ablate(
+            captured,
+            self.sites,
+            kind,
+            metric=metric,
+            positions=self.arguments.positions,
+            joint=self.arguments.joint,
+            progress=self.progress.ticker(captured, n_variants),
+            **self.sharing.options(part),
+        )
+
+
+def _on_prompts(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, Prompts]:
     from resid_patching.run import capture
 
+    arguments = work.arguments
     prompts = inputs.prompts
     assert prompts is not None
     captured = capture(view, prompts, prepend_bos=arguments.prepend_bos)
@@ -279,21 +306,15 @@ def _on_prompts(
     if inputs.other is not None:
         other = capture(view, inputs.other, prepend_bos=arguments.prepend_bos)
     metric = new_metric(inputs.metric, shared(inputs.answers), shared(inputs.foils), on_text=False)
-    progress.expect(len(prompts))
-    found = _ablate(captured, sites, _kind(arguments, other), metric, arguments, progress)
-    return found, captured.prompts
+    work.progress.expect(len(prompts))
+    return work.ablate(captured, _kind(arguments, other), metric), captured.prompts
 
 
-def _on_text(
-    view: ModelView,
-    sites: list[Any],
-    arguments: argparse.Namespace,
-    inputs: _Inputs,
-    progress: Progress,
-) -> tuple[Effect, TextWindows]:
+def _on_text(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, TextWindows]:
     """Ablates a text group by group of its windows, so that memory does not grow with it."""
     from resid_patching.run import capture
 
+    arguments = work.arguments
     aligned = arguments.kind == "resample" or getattr(arguments, "over", None) == "batch"
     windows = _windows(view, arguments, arguments.text, aligned)
     other = None
@@ -304,14 +325,13 @@ def _on_text(
     foil = inputs.foils[0] if inputs.foils else None
     metric = new_metric(inputs.metric, answer, foil, on_text=True)
     parts = []
-    for prompts in windows.groups():
-        progress.expect(windows.estimate)
+    for part, prompts in enumerate(windows.groups()):
+        work.progress.expect(windows.estimate)
         captured = capture(view, prompts)
         if arguments.kind == "resample":
             other = _source_of(captured, next(sources, None), arguments)
-        kind = _kind(arguments, other)
-        parts.append(_ablate(captured, sites, kind, metric, arguments, progress))
-    return join(parts, windows.hash, windows.n_windows), windows
+        parts.append(work.ablate(captured, _kind(arguments, other), metric, part))
+    return joined(parts, windows.hash, windows.n_windows), windows
 
 
 def _windows(view: ModelView, arguments: argparse.Namespace, path: str, whole: bool) -> TextWindows:
@@ -361,28 +381,6 @@ def _kind(arguments: argparse.Namespace, other: Run | None) -> Any:
     if arguments.kind == "mean":
         return Mean(other, over=tuple(arguments.over.split(",")))
     return Resample(other, pairing=arguments.pairing, seed=arguments.seed)
-
-
-def _ablate(
-    captured: Run,
-    sites: list[Any],
-    kind: Any,
-    metric: Any,
-    arguments: argparse.Namespace,
-    progress: Progress,
-) -> Effect:
-    from resid_patching.ablation import ablate
-
-    n_variants = 1 if arguments.joint else len(sites)
-    return ablate(
-        captured,
-        sites,
-        kind,
-        metric=metric,
-        positions=arguments.positions,
-        joint=arguments.joint,
-        progress=progress.ticker(captured, n_variants),
-    )
 
 
 # Files

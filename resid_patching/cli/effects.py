@@ -182,7 +182,7 @@ def _cell(value: Any, digits: int, missing: str) -> str:
     return missing if bool(value.isnan()) else f"{float(value):+.{digits}f}"
 
 
-def join(parts: list[Effect], tokens: str, n_prompts: int) -> Effect:
+def joined(parts: list[Effect], tokens: str, n_prompts: int) -> Effect:
     """The effects on groups of windows as one effect on all of them.
 
     Args:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 BAD_INPUT, UNEXPECTED, INTERRUPTED = 2, 1, 130
 _LONGEST_MESSAGE = 1000
 _INPUT_FILES = ("prompts", "text", "validation", "reference", "source", "pairs")
-_OUTPUT_FILES = ("json", "csv", "html", "png")
+_OUTPUT_FILES = ("json", "csv", "html", "png", "rows")
 
 
 class Command(Protocol):

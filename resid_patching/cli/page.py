@@ -38,7 +38,8 @@ def require_files(arguments: Namespace) -> None:
         UsageError: a file cannot be written.
         MissingExtraError: a PNG is asked for and nothing can draw one.
     """
-    require_writable(arguments.json, arguments.csv, arguments.html, arguments.png)
+    rows = getattr(arguments, "rows", None)
+    require_writable(arguments.json, arguments.csv, arguments.html, arguments.png, rows)
     if arguments.png is not None:
         from resid_patching.plots import require_renderer
 

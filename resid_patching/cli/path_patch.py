@@ -30,6 +30,7 @@ from resid_patching.cli.path_inputs import (
 from resid_patching.cli.path_output import Found, print_found
 from resid_patching.cli.progress import Progress
 from resid_patching.cli.scores import ANSWERED, new_metric, shared
+from resid_patching.cli.sharing import Sharing, add_rows_flag, join
 
 if TYPE_CHECKING:
     from resid_patching.ablation import Effect, Path
@@ -54,6 +55,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--top", type=count, default=15, metavar="N", help="rows shown (default: 15)"
     )
+    add_rows_flag(parser)
     add_model_flags(parser)
     add_output_flags(parser)
     return parser
@@ -62,7 +64,10 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> None:
     """Patches the paths and prints what that did."""
     inputs = read_inputs(arguments)
+    if arguments.rows is not None and arguments.linearised:
+        raise UsageError("--linearised is computed anew each time and not kept by --rows; drop one")
     require_files(arguments)
+    sharing = join(arguments)
     model, stand_in = load_model(arguments)
 
     from resid_patching.files import write_text
@@ -70,7 +75,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     view = ModelView(model)
     pairs = inputs.pairs or _drawn(view, arguments)
-    found = _patch(view, pairs, inputs, arguments)
+    found = _patch(view, pairs, inputs, arguments, sharing)
+    if found is None:
+        return
     if arguments.json is not None:
         write_text(arguments.json, _as_json(found, arguments, stand_in))
     if arguments.csv is not None:
@@ -95,8 +102,13 @@ def _drawn(view: ModelView, arguments: argparse.Namespace) -> PromptPairs:
 
 
 def _patch(
-    view: ModelView, pairs: PromptPairs, inputs: Inputs, arguments: argparse.Namespace
-) -> Found:
+    view: ModelView,
+    pairs: PromptPairs,
+    inputs: Inputs,
+    arguments: argparse.Namespace,
+    sharing: Sharing,
+) -> Found | None:
+    """What was found; None in a process that only shares the work."""
     from resid_patching.ablation import Path, ablate
     from resid_patching.prompt_sets import differences
     from resid_patching.run import capture
@@ -118,11 +130,13 @@ def _patch(
         "positions": _positions(arguments, pairs),
         "joint": arguments.joint,
     }
-    with Progress() as progress:
+    with Progress(shown=sharing.team.is_first) as progress:
         progress.expect(len(base))
         n_variants = (1 if arguments.joint else len(senders)) * len(path.ends.sets)
         tick = progress.ticker(base, n_variants)
-        effect = ablate(base, senders, path, progress=tick, **options)
+        effect = ablate(base, senders, path, progress=tick, **options, **sharing.options())
+    if not sharing.team.is_first:
+        return None
     return Found(
         effect=effect,
         pairs=pairs,

@@ -11,9 +11,14 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """A bar on stderr over (target, prompt) pairs; off when stderr is no terminal."""
+    """A bar on stderr over (target, prompt) pairs; off when stderr is no terminal.
 
-    def __init__(self) -> None:
+    Args:
+        shown: whether it is this process that shows it.
+    """
+
+    def __init__(self, *, shown: bool = True) -> None:
+        self.shown = shown
         self.bar: Any = None
         self.n_prompts = 0
         self.done = 0
@@ -22,7 +27,8 @@ class Progress:
         from tqdm import tqdm
 
         # Short work ends before the bar would appear.
-        self.bar = tqdm(file=sys.stderr, disable=None, delay=2, unit="run", leave=False)
+        off = None if self.shown else True
+        self.bar = tqdm(file=sys.stderr, disable=off, delay=2, unit="run", leave=False)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -23,16 +23,20 @@ from resid_patching.paths.readers import (
 )
 from resid_patching.prompts import PositionIndex
 from resid_patching.rerun import (
+    EVERYTHING,
     Chunk,
     Edit,
     Fill,
+    Piece,
     Reading,
     Route,
+    Share,
     Variant,
     Written,
     chunks,
     hooks_to_keep,
     may_be_plain,
+    put_together,
     require_acting,
     take_rows,
 )
@@ -70,6 +74,7 @@ def patch_paths(
     routes: Sequence[Route] = ("plain", "replay", "full"),
     progress: Callable[[int], None] | None = None,
     frozen_norms: bool = False,
+    share: Share = EVERYTHING,
 ) -> Patched:
     """Replaces what senders send to readers, and nothing else.
 
@@ -82,39 +87,36 @@ def patch_paths(
         routes: routes that may be taken, best first; `full` is always allowed.
         progress: called with the number of (sender, readers) pairs just done.
         frozen_norms: readers' norms keep the clean run's scale, an approximation.
+        share: what of it is worked here.
 
     Raises:
         UnsupportedModelError: the model throws away what is put at a reader's hook, or frozen
             norms were asked of a model that the closed form does not cover.
     """
-    view = run.view
     shape = (len(senders), len(ends.sets), len(run))
-    baseline = torch.full(shape[2:], torch.nan, dtype=view.compute_dtype, device=view.device)
-    patched = torch.full(shape, torch.nan, dtype=view.compute_dtype, device=view.device)
-    direct = patched.clone()
-    taken: set[Route] = set()
-    require_acting(view, [reader for reader in ends.all if isinstance(reader, HeadInput)])
-    for chunk in _chunks(run, senders, ends, reading, routes):
-        baseline[chunk.rows] = chunk.baseline
-        patcher = _Closed if is_closed(chunk, senders) else _Hooked
-        if patcher is _Hooked and frozen_norms:
-            raise UnsupportedModelError(
-                f"{view.name} ({view.kind}) is not covered by the closed form, so its norms "
-                "cannot be frozen at a reader; use the exact path"
-            )
-        work = patcher(chunk, senders, ends, mlps, frozen_norms)
-        for cell in work.cells():
-            patched[cell.senders, cell.column, chunk.rows] = cell.patched
-            direct[cell.senders, cell.column, chunk.rows] = cell.direct
-            taken.add(cell.route)
-            if progress is not None:
-                progress(cell.n_done)
-        del chunk, work  # before the next clean pass, so that one is held at a time
-    return Patched(baseline, patched, direct, tuple(sorted(taken)))
+    require_acting(run.view, [reader for reader in ends.all if isinstance(reader, HeadInput)])
+
+    def pieces() -> Iterator[Piece]:
+        for chunk in _chunks(run, senders, ends, reading, routes, share):
+            patcher = _Closed if is_closed(chunk, senders) else _Hooked
+            if patcher is _Hooked and frozen_norms:
+                raise UnsupportedModelError(
+                    f"{run.view.name} ({run.view.kind}) is not covered by the closed form, so its "
+                    "norms cannot be frozen at a reader; use the exact path"
+                )
+            yield from patcher(chunk, senders, ends, mlps, frozen_norms, share).pieces()
+            del chunk  # before the next clean pass, so that one is held at a time
+
+    return Patched(*put_together(share.gather(pieces()), run.view, shape, progress))
 
 
 def _chunks(
-    run: Run, senders: Sequence[Variant], ends: Readers, reading: Reading, routes: Sequence[Route]
+    run: Run,
+    senders: Sequence[Variant],
+    ends: Readers,
+    reading: Reading,
+    routes: Sequence[Route],
+    share: Share,
 ) -> Iterator[Chunk]:
     """Groups of prompts with a clean pass that kept what the route needs, and no more."""
     view = run.view
@@ -123,9 +125,9 @@ def _chunks(
         needed |= {hook_name(Attn(layer)) for layer in range(view.n_layers)}
     held = names_to_keep(view) | hooks_to_keep(run, [tuple(_reader_edits(view, ends.all))])
     if not may_be_plain(view, routes):
-        yield from chunks(run, needed | held, reading, routes)
+        yield from chunks(run, needed | held, reading, routes, share)
         return
-    for chunk in chunks(run, needed, reading, routes):
+    for chunk in chunks(run, needed, reading, routes, share):
         yield chunk if is_closed(chunk, senders) else chunk.again(run, needed | held)
         del chunk
 
@@ -142,21 +144,6 @@ def _reader_edits(view: ModelView, readers: Sequence[Reader]) -> Iterator[Edit]:
         yield Edit(site_of(view, reader), nowhere, lambda rows, index: index)
 
 
-@dataclass(frozen=True, eq=False)
-class _Cell:
-    """Values of some senders for one column [senders, rows].
-
-    `n_done` also counts senders of which nothing reaches the column.
-    """
-
-    senders: list[int]
-    column: int
-    patched: Tensor
-    direct: Tensor
-    route: Route
-    n_done: int
-
-
 class _Work:
     """One chunk of prompts: stacks of senders, each for every alternative."""
 
@@ -167,8 +154,9 @@ class _Work:
         ends: Readers,
         mlps: MLPs,
         frozen: bool,
+        share: Share,
     ) -> None:
-        self.chunk, self.view = chunk, chunk.view
+        self.chunk, self.view, self.share = chunk, chunk.view, share
         self.senders, self.ends, self.frozen = senders, ends, frozen
         self.mlps: MLPs = mlps
         self.index = senders[0][0].positions.index[chunk.rows].to(self.view.device)
@@ -181,11 +169,36 @@ class _Work:
     def _last(self) -> Stream:
         return Stream(self.view.n_layers - 1, "post")
 
-    def stacks(self) -> Iterator[list[int]]:
-        """Numbers of senders, in order of their first write, that are carried together."""
+    def stacks(self) -> Iterator[tuple[list[int], list[int]]]:
+        """Numbers of senders that are carried together, and the columns wanted of them.
+
+        Senders go in order of their first write.
+        """
         order = sorted(range(len(self.senders)), key=lambda n: starts_at_stage(self.senders[n]))
-        for part in even_parts(len(order), self._stack_size()):
-            yield order[part]
+        n_columns = len(self.ends.sets)
+        for place, part in enumerate(even_parts(len(order), self._stack_size())):
+            numbers = order[part]
+            columns = [
+                column
+                for column in range(n_columns)
+                if self.share.wants(self.chunk.rows, place * n_columns + column, numbers, column)
+            ]
+            if columns:
+                yield numbers, columns
+
+    def piece(
+        self,
+        numbers: Sequence[int],
+        column: int,
+        patched: Tensor,
+        direct: Tensor,
+        *routes: Route,
+    ) -> Piece:
+        """Values of some senders; NaN for the last of them, of which nothing is given."""
+        missing = patched.new_full((len(numbers) - len(patched), patched.shape[1]), torch.nan)
+        patched, direct = torch.cat([patched, missing]), torch.cat([direct, missing])
+        base = self.chunk.baseline
+        return Piece(self.chunk.rows, numbers, column, base, patched, direct, routes)
 
     def _stack_size(self) -> int:
         raise NotImplementedError
@@ -214,17 +227,19 @@ class _Closed(_Work):
         is_sent = (read_at[:, :, None] == where[:, None]).any(2)
         return torch.where(is_sent, read_at, -1)
 
-    def cells(self) -> Iterator[_Cell]:
-        for numbers in self.stacks():
+    def pieces(self) -> Iterator[Piece]:
+        """What the senders' messages do, stack by stack and column by column."""
+        for numbers, columns in self.stacks():
             senders = [self.senders[number] for number in numbers]
             stack = Stack(self.chunk, self.index, senders, self.mlps, self.frozen)
             reads = stack.read(self.ends.all)
             reached = self._reached(stack.moved)
-            for column, readers in enumerate(self.ends.sets):
+            for column in columns:
+                readers = self.ends.sets[column]
                 n = max(reads[reader].n for reader in readers)
                 found = {reader: reads[reader] for reader in readers}
                 patched, direct = self._patched(found, reached[:n], stack.moved[:n])
-                yield _Cell(numbers[:n], column, patched, direct, "plain", len(numbers))
+                yield self.piece(numbers, column, patched, direct, "plain")
 
     def _stack_size(self) -> int:
         view, size = self.view, self.view.compute_dtype.itemsize
@@ -291,29 +306,32 @@ class _Closed(_Work):
 class _Hooked(_Work):
     """By forward passes with hooks."""
 
-    def cells(self) -> Iterator[_Cell]:
-        for numbers in self.stacks():
+    def pieces(self) -> Iterator[Piece]:
+        """What the senders' messages do, stack by stack and column by column."""
+        for numbers, columns in self.stacks():
             senders = [self.senders[number] for number in numbers]
             values = read_hooked(self.chunk, self.index, senders, self.mlps, self.ends.all)
             reached = self._reached(moved_rows(self.chunk, self.index, senders))
-            for column, readers in enumerate(self.ends.sets):
+            for column in columns:
+                readers = self.ends.sets[column]
                 n = sum(any(self._reaches(s, reader) for reader in readers) for s in senders)
                 variants = [self._variant(readers, values, number) for number in range(n)]
-                yield from self._cells(numbers[:n], column, variants, reached[:n])
-                none = self.chunk.baseline[None][:0]
-                yield _Cell([], column, none, none, "full", len(numbers) - n)
+                yield from self._of_reached(numbers[:n], column, variants, reached[:n])
+                if n < len(numbers):
+                    none = self.chunk.baseline[None][:0]
+                    yield self.piece(numbers[n:], column, none, none, "full")
 
     def _reaches(self, sender: Variant, reader: Reader) -> bool:
         return starts_at_stage(sender) < read_at_stage(self.view, reader)
 
-    def _cells(
+    def _of_reached(
         self, numbers: list[int], column: int, variants: list[Variant], reached: Tensor
-    ) -> Iterator[_Cell]:
+    ) -> Iterator[Piece]:
         base = self.chunk.baseline
         for part, patched, direct, route in self.chunk.evaluate(variants):
             patched = torch.where(reached[part], patched, base)
             direct = torch.where(reached[part], direct, base)
-            yield _Cell([numbers[i] for i in part], column, patched, direct, route, len(part))
+            yield self.piece([numbers[i] for i in part], column, patched, direct, route, "full")
 
     def _variant(self, readers: ReaderSet, values: dict[Reader, Tensor], number: int) -> Variant:
         where = PositionIndex(_in_batch(self.index, self.chunk.rows))

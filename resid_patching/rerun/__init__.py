@@ -11,18 +11,22 @@ from resid_patching.rerun.edits import (
     site_value,
     stage,
 )
-from resid_patching.rerun.engine import Chunk, Rerun, Route, chunks, may_be_plain, rerun
+from resid_patching.rerun.engine import Chunk, Rerun, chunks, may_be_plain, rerun
 from resid_patching.rerun.scores import Reading
+from resid_patching.rerun.share import EVERYTHING, Piece, Route, Share, put_together
 from resid_patching.rerun.walk import take_rows
 from resid_patching.rerun.written import Site, Written
 
 __all__ = [
+    "EVERYTHING",
     "Chunk",
     "Edit",
     "Fill",
+    "Piece",
     "Reading",
     "Rerun",
     "Route",
+    "Share",
     "Site",
     "Variant",
     "Written",
@@ -30,6 +34,7 @@ __all__ = [
     "clean_hook",
     "hooks_to_keep",
     "may_be_plain",
+    "put_together",
     "require_acting",
     "require_site",
     "rerun",

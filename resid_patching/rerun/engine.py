@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -32,11 +32,10 @@ from resid_patching.rerun.edits import Variant, require_acting, stage
 from resid_patching.rerun.plain import NotPlain, PlainBlocks, Weights
 from resid_patching.rerun.replay import hook_changes
 from resid_patching.rerun.scores import Reading, Scores
+from resid_patching.rerun.share import EVERYTHING, Piece, Route, Share, put_together
 from resid_patching.rerun.walk import Place, Walk, take_rows
 from resid_patching.rerun.written import StageChange, Written
 from resid_patching.run import Run
-
-Route = Literal["plain", "replay", "full"]
 
 # Tokens of a stack. Larger stacks are no faster per token and leave the cache sooner.
 STACK_TOKENS = 1024
@@ -69,6 +68,7 @@ def rerun(
     *,
     routes: Sequence[Route] = ("plain", "replay", "full"),
     progress: Callable[[int], None] | None = None,
+    share: Share = EVERYTHING,
 ) -> Rerun:
     """Evaluates variants of a run.
 
@@ -78,53 +78,85 @@ def rerun(
         reading: what the metric reads.
         routes: routes that may be taken, best first; `full` is always allowed.
         progress: called with the number of (variant, prompt chunk) pairs just done.
+        share: what of it is worked here.
 
     Raises:
         UnsupportedModelError: the model throws away what is put at a hook.
         HookNotFiredError: a hook is never called.
     """
-    view = run.view
-    new = {"dtype": view.compute_dtype, "device": view.device}
-    baseline = torch.full((len(run),), torch.nan, **new)
-    patched = torch.full((len(variants), len(run)), torch.nan, **new)
-    direct = patched.clone()
-    taken: set[Route] = set()
+    require_acting(run.view, (edit.site for variant in variants for edit in variant))
+    pieces = share.gather(_pieces(run, variants, reading, routes, share))
+    shape = (len(variants), 1, len(run))
+    baseline, patched, direct, taken = put_together(pieces, run.view, shape, progress)
+    return Rerun(baseline, patched[:, 0], direct[:, 0], taken)
+
+
+def _pieces(
+    run: Run,
+    variants: Sequence[Variant],
+    reading: Reading,
+    routes: Sequence[Route],
+    share: Share,
+) -> Iterator[Piece]:
     names = hooks_to_keep(run, variants)
-    require_acting(view, (edit.site for variant in variants for edit in variant))
-    for chunk in chunks(run, names, reading, routes):
-        rows = chunk.rows
-        baseline[rows] = chunk.baseline
-        for numbers, total, frozen, route in chunk.evaluate(variants):
-            patched[numbers, rows] = total
-            direct[numbers, rows] = frozen
-            taken.add(route)
-            if progress is not None:
-                progress(len(numbers))
+    for chunk in chunks(run, names, reading, routes, share):
+        if not variants:
+            none = chunk.baseline[None][:0]
+            yield Piece(chunk.rows, [], 0, chunk.baseline, none, none, ())
+
+        def wants(stack: int, numbers: list[int], rows: slice = chunk.rows) -> bool:
+            return share.wants(rows, stack, numbers, 0)
+
+        for numbers, total, frozen, route in chunk.evaluate(variants, wants):
+            yield Piece(chunk.rows, numbers, 0, chunk.baseline, total, frozen, (route,))
         del chunk  # before the next clean pass, so that one is held at a time
-    return Rerun(baseline, patched, direct, tuple(sorted(taken)))
 
 
-def chunks(run: Run, names: set[str], reading: Reading, routes: Sequence[Route]) -> Iterator[Chunk]:
+def chunks(
+    run: Run,
+    names: set[str],
+    reading: Reading,
+    routes: Sequence[Route],
+    share: Share = EVERYTHING,
+) -> Iterator[Chunk]:
     """The run's prompts, a group at a time, each after its clean forward pass.
+
+    The widest group comes first, and where a share works none of it, its clean pass is made all
+    the same: on it is seen which routes reproduce the model, so that they are the same for all.
 
     Args:
         run: the clean run.
         names: the hooks to keep.
         reading: what the metric reads.
         routes: routes that may be taken.
+        share: what of it is worked here.
     """
     means = Means(run.view, routes)
-    for rows in prompt_chunks(run, len(names)):
-        yield Chunk(run, rows, names, reading, means)
+    everything = prompt_chunks(run, len(names))
+    here = share.deal(everything)
+
+    def begun(rows: slice) -> Chunk:
+        chunk = Chunk(run, rows, names, reading, means)
+        share.begins(rows, chunk.baseline)
+        return chunk
+
+    if here[:1] != everything[:1]:
+        begun(everything[0])
+    for rows in here:
+        yield begun(rows)  # not held here: the next pass begins when this one is let go
 
 
-def prompt_chunks(run: Run, n_kept: int) -> Iterator[slice]:
-    """Slices of the batch that fit a stack, and whose clean run fits half the run's bound."""
+def prompt_chunks(run: Run, n_kept: int) -> list[slice]:
+    """Slices of the batch that fit a stack, and whose clean run fits half the run's bound.
+
+    Those with the longest prompts come first.
+    """
     view = run.view
     size = view.W_U.element_size()
     of_logits = view.W_U.shape[1] if view.user_hooks() else 0  # whole passes, for their sake
     token_bytes = size * (of_logits + (n_kept + 4 * view.n_layers) * view.d_model)
-    return run.prompts.chunks(min(STACK_TOKENS, run.max_bytes // (2 * token_bytes)))
+    found = run.prompts.chunks(min(STACK_TOKENS, run.max_bytes // (2 * token_bytes)))
+    return sorted(found, key=lambda rows: -max(run.prompts.lengths[rows]))
 
 
 def may_be_plain(view: ModelView, routes: Sequence[Route]) -> bool:
@@ -194,10 +226,19 @@ class Chunk:
         return self.clean.logits
 
     def evaluate(
-        self, variants: Sequence[Variant]
+        self,
+        variants: Sequence[Variant],
+        wants: Callable[[int, list[int]], bool] | None = None,
     ) -> Iterator[tuple[list[int], Tensor, Tensor, Route]]:
-        """Yields (numbers of variants, patched, direct, route) stack by stack."""
-        for numbers, route in self._stacks(variants):
+        """Yields (numbers of variants, patched, direct, route) stack by stack.
+
+        Args:
+            variants: all of them, whichever are wanted: stacks are made up of these.
+            wants: told of a stack's number and its variants' numbers; None for all.
+        """
+        for place, (numbers, route) in enumerate(self._stacks(variants)):
+            if wants is not None and not wants(place, numbers):
+                continue
             stack = [variants[number] for number in numbers]
             changed = torch.stack([self._reached(variant) for variant in stack])
             delta = torch.stack([self.deltas.frozen(variant) for variant in stack])
