@@ -176,7 +176,10 @@ def test_a_figure_of_its_own_shows_its_whole_title(browser, tmp_path, n_lines):
     figure.write_html(path, include_plotlyjs=True)
     browser.open(path)
     browser.wait("document.querySelector('.gtitle')")
-    tops = "['.gtitle', '.draglayer .nsewdrag'].map(s => document.querySelector(s).getBoundingClientRect())"
-    title, plot = browser.run(f"{tops}.map(b => [b.top, b.bottom])")
+    title, plot = browser.run(
+        "['.gtitle', '.draglayer .nsewdrag']"
+        ".map(name => document.querySelector(name).getBoundingClientRect())"
+        ".map(box => [box.top, box.bottom])"
+    )
     start = browser.run("document.querySelector('.main-svg').getBoundingClientRect().top")
     assert start <= title[0] and title[1] <= plot[0]
