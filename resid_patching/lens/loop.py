@@ -139,7 +139,7 @@ def take_step(
             kls.append(math.nan)
             continue
         generator = draw(plan.seed, step, number + 1)
-        where = torch.randperm(len(teacher), generator=generator)[: plan.step_tokens]
+        where = torch.randperm(len(teacher), generator=generator, device="cpu")[: plan.step_tokens]
         where = where.to(unembedding.device)
         kls.append(
             _step_layer(
@@ -204,7 +204,7 @@ def look(layers: list[Layer], plan: Plan, held: Held) -> list[float]:
 def draw(seed: int, step: int, which: int) -> torch.Generator:
     """The generator of one draw, of its own for every seed, step and purpose."""
     mixed = (seed * 1_000_003 + step) * 1_000_033 + which
-    return torch.Generator().manual_seed(mixed % 2**63)
+    return torch.Generator("cpu").manual_seed(mixed % 2**63)
 
 
 def windows_of(n_windows: int, plan: Plan, step: int) -> Tensor:
@@ -213,6 +213,6 @@ def windows_of(n_windows: int, plan: Plan, step: int) -> Tensor:
     numbers = []
     for place in range(first, first + plan.windows):
         epoch, index = divmod(place, n_windows)
-        order = torch.randperm(n_windows, generator=draw(plan.seed, epoch, 0))
+        order = torch.randperm(n_windows, generator=draw(plan.seed, epoch, 0), device="cpu")
         numbers.append(int(order[index]))
-    return torch.tensor(numbers)
+    return torch.tensor(numbers, device="cpu")
