@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -256,3 +259,80 @@ def test_direct_effects_of_a_bfloat16_model_are_of_float32_sums(name: str) -> No
             write = z @ view.W_O(head.layer)[head.head].double()
             exact = score(last - write) - score(last)
             torch.testing.assert_close(found[number].double(), exact, rtol=0, atol=1e-5)
+
+
+# The check of a device
+
+
+@pytest.fixture(scope="module")
+def check_device() -> Any:
+    """The script, as a module."""
+    folder = str(Path(__file__).resolve().parent.parent / "scripts")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module("check_device")
+    finally:
+        sys.path.remove(folder)
+
+
+def test_the_check_of_a_device_passes_on_the_cpu(
+    check_device: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "report.json"
+    arguments = ["--device", "cpu", "--dtype", "bfloat16", "--quick", "--json", str(report)]
+    assert check_device.main(arguments) == 0
+    found = json.loads(report.read_text(encoding="utf-8"))["identities"]
+    assert len(found) == 2 * 32
+    assert capsys.readouterr().out.splitlines()[-1] == "all 64 identities hold on cpu"
+    # None may hold because nothing was compared.
+    assert sum(one["error"] > 0 for one in found) > 40
+
+
+def test_the_check_of_a_device_names_the_identity_that_fails(
+    check_device: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from resid_patching.lens import ridge, steps
+
+    through_norm, add = steps._through_norm, ridge.Statistics.add
+
+    def a_little_off(*arguments: Any) -> Tensor:
+        return through_norm(*arguments) * (1 + 1e-4)
+
+    def forgetful(self: Any, states: Any, last: Tensor) -> None:
+        add(self, [state[1:] for state in states], last[1:])
+
+    identities = sys.modules["devices.identities"]
+    checks = (identities.ridge_statistics, identities.kl_step, identities.resampling)
+    monkeypatch.setattr(identities, "CHECKS", checks)
+    monkeypatch.setattr(steps, "_through_norm", a_little_off)
+    arguments = ["--device", "cpu", "--dtype", "float64", "--quick"]
+    assert check_device.main(arguments) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("2 of 14 identities fail, first (GPT-2, float64): gradient of a KL step")
+    monkeypatch.setattr(ridge.Statistics, "add", forgetful)
+    assert check_device.main(arguments) == 1
+    assert "ridge statistics = float64" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_an_identity_that_cannot_be_computed_fails(check_device: Any) -> None:
+    identities = sys.modules["devices.identities"]
+
+    def ridge_statistics(subject: Any) -> Any:
+        raise RuntimeError("tensors on two devices")
+
+    checks, identities.CHECKS = identities.CHECKS, (ridge_statistics,)
+    try:
+        (verdict, _) = check_device.verdicts(torch.device("cpu"), [torch.float32], quick=True)
+    finally:
+        identities.CHECKS = checks
+    assert not verdict.finding.holds
+    assert verdict.finding.why == "RuntimeError: tensors on two devices"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_identities_hold_on_the_accelerator(check_device: Any, dtype: str) -> None:
+    device = check_device.default_device()
+    dtypes = check_device._dtypes(dtype, device)
+    wrong = [v for v in check_device.verdicts(device, dtypes) if not v.finding.holds]
+    assert wrong == []
