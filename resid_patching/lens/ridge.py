@@ -85,8 +85,9 @@ class Statistics:
             return
         shift_x, shift_y = other.mean_x - self.mean_x, other.mean_y - self.mean_y
         between = self.total * other.total / total
-        self.xx += other.xx + between * torch.einsum("lm,ln->lmn", shift_x, shift_x)
-        self.xy += other.xy + between * torch.einsum("lm,n->lmn", shift_x, shift_y)
+        for layer, x in enumerate(shift_x):  # one at a time: all squares at once are large
+            self.xx[layer] += other.xx[layer] + between * torch.outer(x, x)
+            self.xy[layer] += other.xy[layer] + between * torch.outer(x, shift_y)
         self.mean_x += other.total / total * shift_x
         self.mean_y += other.total / total * shift_y
         self.total = total
