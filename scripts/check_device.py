@@ -169,7 +169,9 @@ def _line(verdict: Verdict) -> str:
     )
 
 
-def _print(device: torch.device, found: list[Verdict], times: list[Any], *, everything: bool) -> None:
+def _print(
+    device: torch.device, found: list[Verdict], times: list[Any], *, everything: bool
+) -> None:
     out = console()
     about = machine(device)
     out.print(", ".join(f"{name} {value}" for name, value in about.items()), soft_wrap=True)

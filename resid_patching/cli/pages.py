@@ -177,7 +177,9 @@ def paths_page(found: Found, stand_in: str | None, flags: Mapping[str, Any]) -> 
     rows = _about_effect(effect)
     rows.insert(1, ("sent from", found.where))
     if found.source is not None:
-        rows.append(("in the source", f"{float(found.source.cpu().double().mean()):+.4f} {effect.unit}"))
+        rows.append(
+            ("in the source", f"{float(found.source.cpu().double().mean()):+.4f} {effect.unit}")
+        )
     page.facts([*rows, ("pairs", pairs.how.replace("\t", " "))])
     page.says("Only the senders' messages to the readers are replaced. " + TOTAL_DIRECT, "limits")
     page.heading(f"{len(pairs)} pairs of prompts" if len(pairs) > 1 else "Pair of prompts")

@@ -238,7 +238,9 @@ def _print_show(
 
 
 def _print_mean_kl(out: Any, lens: TunedLens, readings: list[Reading]) -> None:
-    values = [reading.kl.values[:-1].cpu().double().nanmean((1, 2)).tolist() for reading in readings]
+    values = [
+        reading.kl.values[:-1].cpu().double().nanmean((1, 2)).tolist() for reading in readings
+    ]
     n = sum(map(len, readings[0].top.token_texts))
     title = f"KL(final || lens) in nats, mean over all {n} positions"
     print_kl(out, title, lens.labels, dict(zip(("logit lens", "tuned"), values, strict=True)))

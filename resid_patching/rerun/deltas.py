@@ -118,7 +118,6 @@ class Deltas:
 
     def frozen(self, variant: Variant) -> Tensor:
         """The change of the last state [rows, pos, d_model] with every later write frozen."""
-        clean = self.clean
         delta = self._no_change()
         for key in sorted({stage(edit.site) for edit in variant}):
             edits = tuple(edit for edit in variant if stage(edit.site) == key)
@@ -149,7 +148,6 @@ class Deltas:
 
     def _write(self, edits: Variant, layer: int) -> Tensor:
         """The change of one sublayer's write, in closed form."""
-        clean = self.clean
         change = self._no_change()
         inputs = [edit for edit in edits if is_inside_attention(edit.site)]
         heads = [edit for edit in edits if _is_z(edit)]

@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from devices.models import D_MODEL, D_VOCAB, LENGTH, N_LAYERS, PROMPTS, Subject
 from torch import Tensor
 
 import resid_patching as rp
+from devices.models import D_MODEL, D_VOCAB, LENGTH, N_LAYERS, PROMPTS, Subject
 from resid_patching.address import Attn, Head, hook_name
 from resid_patching.lens.ridge import Statistics
 from resid_patching.lens.steps import Teacher, kl_and_gradient

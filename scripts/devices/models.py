@@ -202,9 +202,7 @@ def ids(seed: int) -> Tensor:
     return found
 
 
-def subjects(
-    device: torch.device, dtypes: list[torch.dtype], *, quick: bool
-) -> Iterator[Subject]:
+def subjects(device: torch.device, dtypes: list[torch.dtype], *, quick: bool) -> Iterator[Subject]:
     """Every architecture in every dtype."""
     for dtype in dtypes:
         for architecture in architectures(quick=quick):
