@@ -175,13 +175,13 @@ def _print(
     out = console()
     about = machine(device)
     out.print(", ".join(f"{name} {value}" for name, value in about.items()), soft_wrap=True)
-    table = new_table("model", "dtype", "hold", "fail", "of bound", "nearest to its bound")
+    table = new_table("model", "hold", "of bound", "nearest to its bound")
     for (model, dtype), group in _groups(found).items():
-        fails = sum(not verdict.finding.holds for verdict in group)
+        holds = sum(verdict.finding.holds for verdict in group)
         nearest = max(group, key=lambda verdict: _share(verdict.finding))
         share = f"{_share(nearest.finding):.0%}"  # of what rounding is allowed
-        cells = (model, dtype, str(len(group) - fails), str(fails), share, nearest.finding.name)
-        table.add_row(*cells)
+        name = nearest.finding.name
+        table.add_row(f"{model}, {dtype}", f"{holds}/{len(group)}", share, name)
     out.print(table, soft_wrap=not fancy())
     for verdict in found:
         if everything or not verdict.finding.holds:

@@ -80,8 +80,8 @@ def _neox() -> Any:
 
 
 GPT2 = Architecture("GPT-2", _gpt2)
-LLAMA = Architecture("Llama, 2 of 4 key-value heads", _llama)
-NEOX = Architecture("GPT-NeoX, parallel blocks", _neox)
+LLAMA = Architecture("Llama, grouped queries", _llama)
+NEOX = Architecture("GPT-NeoX, parallel", _neox)
 HOOKED = Architecture("GPT-2, HookedTransformer", _gpt2, hooked=True)
 
 
