@@ -180,7 +180,7 @@ def _print(
         holds = sum(verdict.finding.holds for verdict in group)
         nearest = max(group, key=lambda verdict: _share(verdict.finding))
         share = f"{_share(nearest.finding):.0%}"  # of what rounding is allowed
-        name = nearest.finding.name
+        name = nearest.finding.name[:44]
         table.add_row(f"{model}, {dtype}", f"{holds}/{len(group)}", share, name)
     out.print(table, soft_wrap=not fancy())
     for verdict in found:
