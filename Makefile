@@ -20,7 +20,7 @@ CONSTRAINTS := .ci/constraints-$(LANE).txt
 PIP_INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check \
 	-c $(CONSTRAINTS)
 
-.PHONY: help demo test test-real lint docs tour bench fuzz clean distclean
+.PHONY: help demo test test-real lint docs tour bench fuzz check-device clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) \
@@ -46,6 +46,9 @@ bench: ## time it beside TransformerLens 3.9 and 4, on an idle machine: docs/per
 
 fuzz: $(STAMP) ## attack it for MINUTES (30): identities, command lines, damaged files
 	$(BIN)/python scripts/fuzz.py --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED))
+
+check-device: $(STAMP) ## identities and timings on the accelerator that is there, or the CPU
+	$(BIN)/python scripts/check_device.py
 
 lint: $(STAMP) ## ruff, formatting and pyright
 	$(BIN)/ruff check .

@@ -32,7 +32,7 @@ from torch import Tensor
 from resid_patching.address import FinalNormBias, UnembedBias
 from resid_patching.decomposition import TOLERANCE, By, decompose
 from resid_patching.errors import GapError, TokenError
-from resid_patching.models import ModelView, require
+from resid_patching.models import ModelView, exact, require
 from resid_patching.prompts import (
     PositionIndex,
     Positions,
@@ -106,7 +106,7 @@ class Attribution(Result):
             return super().sel(**labels)
         rest = {name: label for name, label in labels.items() if name != "pos"}
         wanted = int(labels["pos"])  # type: ignore[call-overload]
-        lengths = torch.tensor([len(texts) for texts in self.token_texts])
+        lengths = torch.tensor([len(texts) for texts in self.token_texts], device="cpu")
         target = lengths + wanted if wanted < 0 else torch.full_like(lengths, wanted)
         found = (self.position_index.cpu() == target[:, None]) & (target[:, None] >= 0)
         if not found.any(1).all():
@@ -129,7 +129,7 @@ class Attribution(Result):
         return frame.loc[frame["pos"] >= 0].reset_index(drop=True)
 
 
-@torch.no_grad()
+@exact()
 def direct_logit_attribution(
     run: Run,
     answer: Tokens,

@@ -37,7 +37,7 @@ from resid_patching.address import (
     hook_name,
 )
 from resid_patching.errors import GapError
-from resid_patching.models import ModelView, require
+from resid_patching.models import ModelView, exact, require
 from resid_patching.prompts import Positions
 from resid_patching.run import RowReader, Run
 
@@ -130,7 +130,7 @@ class Parts:
             Values [part, batch, n] (or [part, batch, n, d_model]) and the last stream state at
             the same positions; NaN where a row has no position.
         """
-        with torch.no_grad():  # weights require gradients; results hold no graph
+        with exact():  # weights require gradients; results hold no graph
             projector = _Projector(self, directions, which, positions, vectors)
             self.run.sweep(
                 projector.readers(),

@@ -100,9 +100,10 @@ class Prompts:
         """
         if positions is None:
             width = max(self.lengths)
-            index = torch.arange(width).expand(len(self), width).clone()
-            index[index >= torch.tensor(self.lengths)[:, None]] = -1
-            return PositionIndex(index.to(self.tokens.device))
+            device = self.tokens.device
+            index = torch.arange(width, device=device).expand(len(self), width).clone()
+            index[index >= torch.tensor(self.lengths, device=device)[:, None]] = -1
+            return PositionIndex(index)
         wanted = self._one_per_row(positions)
         found = [self._resolve(row, position) for row, position in enumerate(wanted)]
         return PositionIndex(torch.tensor(found, device=self.tokens.device)[:, None])
@@ -534,11 +535,13 @@ def _assemble(
     pad = getattr(view.tokenizer, "pad_token_id", None)
     pad = pad if pad is not None and 0 <= pad < view.d_vocab else 0
     width = max(lengths)
-    tokens = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
+    tokens = torch.tensor(
+        [row + [pad] * (width - len(row)) for row in rows], device=view.input_device
+    )
     bos = bos_id(view)
     shares_bos = bos is not None and all(row[0] == bos for row in rows)
     prompts = Prompts(
-        tokens=tokens.to(view.input_device),
+        tokens=tokens,
         lengths=lengths,
         texts=tuple(texts),
         token_texts=_texts_of(view, rows),

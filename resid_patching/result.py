@@ -295,7 +295,8 @@ def _without_nan(value: Any) -> Any:
 def _decode(value: Any) -> Any:
     if isinstance(value, dict):
         if "tensor" in value:
-            return torch.tensor(_with_nan(value["tensor"]), dtype=getattr(torch, value["dtype"]))
+            dtype = getattr(torch, value["dtype"])
+            return torch.tensor(_with_nan(value["tensor"]), dtype=dtype, device="cpu")
         if "axis" in value:
             return Axis(value["axis"], tuple(value["labels"]))
         if "provenance" in value:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from resid_patching.address import MLP, Address, Attn, Stream, hook_name
 from resid_patching.errors import AblationError
-from resid_patching.models import ModelView, require
+from resid_patching.models import ModelView, exact, float64_home, require
 from resid_patching.prompts import PositionIndex, Positions
 from resid_patching.result import Axis, Result, provenance
 from resid_patching.run import RowReader, Run
@@ -189,7 +189,7 @@ def stream_report(
     require(run.view, "stream")
     where = run.locate(positions)
     totals = _Totals(run.view, how, where)
-    with torch.no_grad():
+    with exact():
         if how is None:
             run.sweep(totals.readers())
         else:
@@ -233,7 +233,7 @@ class _Totals:
         self.gap = self.start_norm.clone()
         self.scale = self.start_norm.clone()
         # A wider sum than the model's own, so that the gap is the model's rounding and not ours.
-        self.sum_dtype = view.compute_dtype if view.device.type == "mps" else torch.float64
+        self.home = float64_home(view.device)
         # Of the rows that are passing: the state before the write, and sums at the positions.
         self.state = torch.empty(0)
         self.start = torch.empty(0)
@@ -259,7 +259,7 @@ class _Totals:
             self.state = activation
             if layer == 0:
                 self.start = self._take(activation, rows)
-                self.total = self.start.to(self.sum_dtype)
+                self.total = self.start.to(self.home, torch.float64)
                 self.start_norm[rows] = self.start.norm(dim=-1)
                 self.scale[rows] = _largest(self.start)
 
@@ -274,7 +274,7 @@ class _Totals:
             self.write_norm[self.place[write], rows] = written.norm(dim=-1)
             self.scale[rows] = torch.maximum(self.scale[rows], _largest(written))
             emptied = replaces and self._empties(write)
-            self.total = written.to(self.sum_dtype) + (0 if emptied else self.total)
+            self.total = written.to(self.home, torch.float64) + (0 if emptied else self.total)
             return None if self.how is None else changed
 
         return read
@@ -312,7 +312,7 @@ class _Totals:
             read_state(activation, rows)
             if is_last:
                 last = self._take(activation, rows)
-                self.gap[rows] = _largest(self.total - last).to(self.gap.dtype)
+                self.gap[rows] = _largest(self.total - last.to(self.total)).to(self.gap)
                 self.scale[rows] = torch.maximum(self.scale[rows], _largest(last))
 
         return read

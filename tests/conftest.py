@@ -13,6 +13,7 @@ from pathlib import Path
 
 import browser
 import pytest
+import torch
 from hypothesis import settings
 
 # No deadline: a first forward is slow, and that is no bug.
@@ -54,9 +55,15 @@ def _missing(marker: str) -> str | None:
         return f"no SmolLM2-135M at {SMOLLM2} (python scripts/prepare_smollm2.py)"
     if marker == "gpt2" and _gpt2() is None:
         return "no GPT-2 small: neither RESID_PATCHING_GPT2 nor a local hub cache has it"
+    if marker == "gpu" and not torch.accelerator.is_available():
+        return "no accelerator that torch can use (cuda, mps, xpu)"
     if marker == "browser" and browser.CHROMIUM is None:
         return "no chromium (apt-get install chromium)"
     return None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs an accelerator that torch can use")
 
 
 def pytest_sessionstart() -> None:
@@ -67,7 +74,7 @@ def pytest_sessionstart() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    for marker in ("shared", "real", "gpt2", "browser"):
+    for marker in ("shared", "real", "gpt2", "browser", "gpu"):
         reason = _missing(marker) if item.get_closest_marker(marker) else None
         if reason is None:
             continue

@@ -8,6 +8,7 @@ import sys
 import time
 import types
 
+import accelerator
 import pytest
 import torch
 import zoo
@@ -680,7 +681,6 @@ def test_held_tokens_give_the_mean_kl_of_a_lens():
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_fit_of_a_model_split_over_devices_is_that_of_the_whole_model(name):
-    accelerator = pytest.importorskip("accelerator", reason="no simulated device")
     whole = quick(zoo.fresh_named(name, dtype=torch.float32))
     with accelerator.present():
         model = zoo.fresh_named(name, dtype=torch.float32)

@@ -41,7 +41,7 @@ from resid_patching.ablation.targets import Targets, find_sites
 from resid_patching.address import Address
 from resid_patching.errors import AblationError, PositionError
 from resid_patching.metrics import Metric, as_metric
-from resid_patching.models import require
+from resid_patching.models import exact, require
 from resid_patching.paths import patch_paths, require_readers, require_senders
 from resid_patching.processes import Team
 from resid_patching.prompts import PositionIndex, Positions
@@ -50,6 +50,7 @@ from resid_patching.result import Axis, provenance
 from resid_patching.run import Run
 
 
+@exact()
 def ablate(
     run: Run,
     targets: Targets,

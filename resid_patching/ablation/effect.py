@@ -65,10 +65,10 @@ class Effect(Result):
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean over prompts of [..., batch], over tokens where the metric is one of tokens."""
-        values = values.detach().double().cpu()
+        values = values.detach().cpu().double()
         if self.weights is None:
             return values.mean(-1)
-        weights = self.weights.detach().double().cpu()
+        weights = self.weights.detach().cpu().double()
         return (values * weights).sum(-1) / weights.sum()
 
     @property
@@ -176,14 +176,14 @@ class Effect(Result):
 
         total = self.total.detach().to("cpu", torch.float64).flatten(0, -2)
         n = total.shape[1]
-        nan = torch.full((total.shape[0],), torch.nan, dtype=torch.float64)
+        nan = total.new_full((total.shape[0],), torch.nan)
         se, low, high = nan, nan, nan
         if n > 1:
             se = total.std(1) / n**0.5
             generator = torch.Generator().manual_seed(seed)
-            drawn = torch.randint(n, (draws, n), generator=generator)
-            counts = torch.zeros(draws, n, dtype=torch.float64)
-            counts.scatter_add_(1, drawn, torch.ones(draws, n, dtype=torch.float64))
+            drawn = torch.randint(n, (draws, n), generator=generator, device="cpu")
+            counts = total.new_zeros(draws, n)
+            counts.scatter_add_(1, drawn, torch.ones_like(counts))
             means = total @ counts.T / n
             tail = (1 - confidence) / 2
             low, high = means.quantile(tail, 1), means.quantile(1 - tail, 1)
@@ -242,14 +242,18 @@ class Effect(Result):
         self._require_one_column("perplexity")
         if self.weights is None:
             raise ValueError(f"perplexity is of metric=rp.loss(); this metric is {self.metric}")
-        share = self.weights.double() / self.weights.double().sum()
-        before = (self.baseline.double() * share).sum().exp()
-        after = (self.patched.double() * share).sum(1).exp()
+        weights, baseline, patched = (
+            tensor.detach().to("cpu", torch.float64)
+            for tensor in (self.weights, self.baseline, self.patched)
+        )
+        share = weights / weights.sum()
+        before = (baseline * share).sum().exp()
+        after = (patched * share).sum(1).exp()
         return pandas.DataFrame(
             {
                 "target": self.targets,
                 "before": float(before),
-                "after": after.cpu().numpy(),
-                "ratio": (after / before).cpu().numpy(),
+                "after": after.numpy(),
+                "ratio": (after / before).numpy(),
             }
         )

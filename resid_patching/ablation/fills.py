@@ -143,7 +143,7 @@ def _shape(view: ModelView, site: Address) -> tuple[int, ...]:
 def _values(run: Run, site: Address) -> Tensor:
     """A site's own values in a run [batch, pos, ...]."""
     if isinstance(site, Embed):
-        start = run.fetch(Stream(0, "pre"))
+        start = run.fetch(Stream(0, "pre")).to(run.view.compute_dtype)
         return start - run.fetch(PosEmbed()) if run.view.has_pos_embed else start
     if isinstance(site, Stream) and site.place == "mid":
         return run.fetch(Stream(site.layer, "pre")) + run.fetch(Attn(site.layer))
@@ -191,7 +191,7 @@ def _partners(run: Run, kind: Resample) -> Tensor:
                     f"prompt {row} has {a} tokens, its source {b}; resampling pairs positions, so "
                     "both need the same length"
                 )
-        return torch.arange(len(ours))
+        return torch.arange(len(ours), device="cpu")
     assert kind.seed is not None
     return _derangement(run, kind.source, kind.seed)
 
@@ -200,7 +200,7 @@ def _derangement(run: Run, source: Run, seed: int) -> Tensor:
     """A seeded draw of source rows: of the same length, and never a row's own prompt."""
     generator = torch.Generator().manual_seed(seed)
     ours, theirs = _rows_as_tuples(run), _rows_as_tuples(source)
-    order = torch.randperm(len(theirs), generator=generator).tolist()
+    order = torch.randperm(len(theirs), generator=generator, device="cpu").tolist()
     used = dict.fromkeys(range(len(theirs)), 0)
     chosen = []
     for row, tokens in enumerate(ours):
@@ -220,7 +220,7 @@ def _derangement(run: Run, source: Run, seed: int) -> Tensor:
         pick = min(fits, key=lambda other: used[other])
         used[pick] += 1
         chosen.append(pick)
-    return torch.tensor(chosen)
+    return torch.tensor(chosen, device="cpu")
 
 
 def _rows_as_tuples(run: Run) -> list[tuple[int, ...]]:
@@ -269,7 +269,7 @@ def _mean_of(view: ModelView, site: Address, means: dict[str, Tensor], by_positi
     if isinstance(site, AttnBias | MLPBias):
         return site_value(view, site, None)[0, 0]
     if isinstance(site, Embed):
-        start = means[hook_name(Stream(0, "pre"))]
+        start = means[hook_name(Stream(0, "pre"))].to(view.compute_dtype)
         return start - means[hook_name(PosEmbed())] if view.has_pos_embed else start
     if isinstance(site, Stream) and site.place == "mid":
         return means[hook_name(Stream(site.layer, "pre"))] + means[hook_name(Attn(site.layer))]

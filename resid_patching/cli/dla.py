@@ -170,7 +170,7 @@ def _print_prompt(
 
 
 def _print_rows(out: Any, found: Attribution, top: int) -> None:
-    values = found.values[:, :, 0].double().cpu()
+    values = found.values[:, :, 0].cpu().double()
     mean, names = values.mean(1), found.components
     several = values.shape[1] > 1
     spread = values.std(1) if several else None

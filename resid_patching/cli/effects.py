@@ -85,7 +85,7 @@ def _columns(effect: Effect) -> dict[str, list[str]]:
     total, direct = effect.mean(effect.total), effect.mean(effect.direct)
     columns = {"total": [signed(value) for value in total]}
     if effect.baseline.shape[0] > 1:
-        spread = effect.total.detach().double().cpu().std(1)
+        spread = effect.total.detach().cpu().double().std(1)
         columns["sd"] = [f"{float(value):.4f}" for value in spread]
     columns["direct"] = [signed(value) for value in direct]
     columns["indirect"] = [signed(value) for value in total - direct]

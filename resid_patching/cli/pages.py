@@ -67,7 +67,7 @@ def attribution_page(
 
     origin = found.provenance
     page = Page(f"Direct logit attribution by {found.by}, {origin.model}", stand_in)
-    values = found.values[:, :, 0].double().cpu()
+    values = found.values[:, :, 0].cpu().double()
     total, own = float(found.total.mean()), float(found.model_value.mean())
     page.facts(
         [
@@ -152,7 +152,7 @@ def _effect_table(page: Page, effect: Effect, name: str, extra: Mapping[str, Any
         row: list[object] = [effect.targets[n], signed(total[n]), signed(direct[n])]
         row.append(signed(total[n] - direct[n]))
         if several:
-            row.append(plain(effect.total[n].detach().double().std()))
+            row.append(plain(effect.total[n].detach().cpu().double().std()))
         if losses is not None:
             after, ratio = float(losses["after"].iloc[n]), float(losses["ratio"].iloc[n])
             row += [Number(after, f"{after:.4g}"), Number(ratio, f"×{ratio:.4g}")]
@@ -177,7 +177,9 @@ def paths_page(found: Found, stand_in: str | None, flags: Mapping[str, Any]) -> 
     rows = _about_effect(effect)
     rows.insert(1, ("sent from", found.where))
     if found.source is not None:
-        rows.append(("in the source", f"{float(found.source.double().mean()):+.4f} {effect.unit}"))
+        rows.append(
+            ("in the source", f"{float(found.source.cpu().double().mean()):+.4f} {effect.unit}")
+        )
     page.facts([*rows, ("pairs", pairs.how.replace("\t", " "))])
     page.says("Only the senders' messages to the readers are replaced. " + TOTAL_DIRECT, "limits")
     page.heading(f"{len(pairs)} pairs of prompts" if len(pairs) > 1 else "Pair of prompts")
@@ -207,7 +209,7 @@ def _more(found: Found) -> dict[str, list[Number]]:
     """Recovery and linearised effects, flat, where they were computed."""
     more = {}
     if found.recovery is not None and not found.small_gap:
-        shares = (100 * found.recovery).detach().double().cpu().flatten().tolist()
+        shares = (100 * found.recovery).detach().cpu().double().flatten().tolist()
         more["recovery"] = [_share(value) for value in shares]
     if found.linearised is not None:
         values = found.effect.mean(found.linearised).flatten()
@@ -258,7 +260,7 @@ def stream_page(
     facts: list[tuple[str, object]] = []
     for report in reports:
         name = report.how or "clean"
-        survival = float(report.survival.double().nanmean())
+        survival = float(report.survival.cpu().double().nanmean())
         facts.append((f"survival, {name}", f"cos(start, last state) = {survival:+.4f} on average"))
         facts.append((f"exactness, {name}", f"largest gap {report.exactness:.1e}"))
     page.facts(facts)

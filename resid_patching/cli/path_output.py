@@ -156,7 +156,7 @@ def _print_question(out: Console, found: Found) -> None:
     base = float(effect.mean(effect.baseline))
     items = [f"{_metric_text(effect)}:", f"base {base:+.4f} {effect.unit}"]
     if found.source is not None:
-        source = float(found.source.double().mean())
+        source = float(found.source.cpu().double().mean())
         items.append(f"source {source:+.4f}")
         items.append(f"source - base {source - base:+.4f}")
     if effect.baseline.shape[0] > 1:
@@ -194,7 +194,7 @@ def _print_senders(out: Console, found: Found, top: int) -> None:
     total, direct = effect.mean(effect.total), effect.mean(effect.direct)
     columns = {"total": [signed(value) for value in total]}
     if effect.baseline.shape[0] > 1:
-        spread = effect.total.detach().double().cpu().std(-1)
+        spread = effect.total.detach().cpu().double().std(-1)
         columns["sd"] = ["n/a" if bool(v.isnan()) else f"{float(v):.4f}" for v in spread]
     if not _ends_at_logits(effect):
         columns["direct"] = [signed(value) for value in direct]

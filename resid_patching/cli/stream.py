@@ -154,7 +154,7 @@ def _print_writes(out: Any, report: StreamReport) -> None:
     out.print()
     out.print(f"{title}; {f'mean over {n} positions' if n > 1 else 'one position'}")
     table = new_table("write", "norm", "stream after", "share", "cosine with start", "")
-    start = float(report.start_norm.double().nanmean())
+    start = float(report.start_norm.cpu().double().nanmean())
     table.add_row("start", "", f"{start:.3f}", "", "+1.0000", "")
     for row in frame.to_dict("records"):
         cosine = float(row["mean_cosine"])
@@ -199,6 +199,6 @@ def _print_survival(
     out.print(table)
     if any(len(texts) > _POSITIONS_SHOWN for texts in clean.token_texts[:_PROMPTS_SHOWN]):
         out.print(f"the first {_POSITIONS_SHOWN} positions of each prompt; --csv writes all")
-    means = [float(report.survival.double().nanmean()) for report in reports]
+    means = [float(report.survival.cpu().double().nanmean()) for report in reports]
     line = f"mean survival, cos(start, last state)  {means[0]:+.4f}"
     out.print(line if changed is None else f"{line} clean, {means[1]:+.4f} changed")

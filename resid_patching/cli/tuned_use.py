@@ -125,7 +125,7 @@ def _measure(
             tuned = lens(captured)
             for name, readout in (("logit lens", beside(tuned, captured)), ("tuned", tuned)):
                 kl = readout.kl
-                kept = kl.values[:-1, :, 1:].double()
+                kept = kl.values[:-1, :, 1:].cpu().double()
                 sums[name] = sums[name] + kept.nansum((1, 2))
                 origin = kl.provenance
             n_tokens += sum(len(row) - 1 for row in rows)
@@ -238,7 +238,9 @@ def _print_show(
 
 
 def _print_mean_kl(out: Any, lens: TunedLens, readings: list[Reading]) -> None:
-    values = [reading.kl.values[:-1].double().nanmean((1, 2)).tolist() for reading in readings]
+    values = [
+        reading.kl.values[:-1].cpu().double().nanmean((1, 2)).tolist() for reading in readings
+    ]
     n = sum(map(len, readings[0].top.token_texts))
     title = f"KL(final || lens) in nats, mean over all {n} positions"
     print_kl(out, title, lens.labels, dict(zip(("logit lens", "tuned"), values, strict=True)))

@@ -99,9 +99,8 @@ def read_windows(
             "give more text, a smaller validation_tokens, or shorter windows (length=...)"
         )
     spacing = len(everything) / n_held
-    held_at = torch.tensor([int((number + 0.5) * spacing) for number in range(n_held)])
-    is_held = torch.zeros(len(everything), dtype=torch.bool)
-    is_held[held_at] = True
+    is_held = everything.new_zeros(len(everything), dtype=torch.bool)
+    is_held[[int((number + 0.5) * spacing) for number in range(n_held)]] = True
     return Windows(everything[~is_held], everything[is_held])
 
 
@@ -124,7 +123,7 @@ class _Reader:
                 f"{self.length} tokens ({len(windows) * self.length} tokens). Give more text, or "
                 "ask for fewer tokens."
             )
-        found = torch.tensor(windows)
+        found = torch.tensor(windows, device="cpu")
         if int(found.min()) < 0 or int(found.max()) >= self.view.d_vocab:
             raise PromptError(
                 f"ids are from 0 to {self.view.d_vocab - 1} for {self.view.name}; found "

@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from resid_patching.errors import LensBasisError, LensMismatchError
-from resid_patching.models import Memory, ModelView, compute_dtype, report
+from resid_patching.models import Memory, ModelView, compute_dtype, exact, report
 
 Basis = Literal["raw", "centred"]
 
@@ -83,6 +83,7 @@ def readout_sketch(view: ModelView) -> Float[Tensor, "sign d_model_and_bias"]:
     return _fingerprints.of(view)[1]
 
 
+@exact()
 def _find(view: ModelView) -> tuple[Fingerprint, Tensor]:
     norm = view.final_norm
     centred = report(view).processing.writes_centred
@@ -135,8 +136,8 @@ def corner_hash(W_U: Tensor) -> str:
         columns = torch.tensor([0, 1, 2, d_model - 3, d_model - 2, d_model - 1])
         corner = W_U.detach().T[rows.to(W_U.device)][:, columns.to(W_U.device)]
         corner = corner.to("cpu", torch.float32)
-        whole = torch.zeros(8, 8)
-        keep = torch.tensor([0, 1, 2, 5, 6, 7])
+        whole = torch.zeros(8, 8, dtype=torch.float32, device="cpu")
+        keep = torch.tensor([0, 1, 2, 5, 6, 7], device="cpu")
         whole[keep[:, None], keep] = corner
         with numpy.printoptions(threshold=10):
             text = numpy.array_str(whole.numpy(), precision=1)
@@ -159,7 +160,7 @@ def _sketch(view: ModelView) -> Tensor:
 
 def _signs(d_vocab: int) -> Tensor:
     """Signs [d_vocab, 8] from a fixed mixing of bits, the same in every version of torch."""
-    bits = torch.arange(1, d_vocab * _SIGNS + 1, dtype=torch.int64)
+    bits = torch.arange(1, d_vocab * _SIGNS + 1, dtype=torch.int64, device="cpu")
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
         bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return ((bits & 1) * 2 - 1).reshape(d_vocab, _SIGNS)

@@ -51,7 +51,7 @@ from resid_patching.lens.resume import Progress
 from resid_patching.lens.ridge import Solver, Statistics
 from resid_patching.lens.tuned import Site, TunedLens, site_rows
 from resid_patching.lens.unembed import LowUnembedding, Unembedding
-from resid_patching.models import ModelView, as_view, require
+from resid_patching.models import ModelView, as_view, float64_home, require, uncast
 from resid_patching.processes import Team
 
 _PENALTIES = tuple(10.0**power for power in range(-10, 3))
@@ -59,6 +59,7 @@ _FIRST_PENALTY = _PENALTIES.index(1e-6)
 _CHOICE_TOKENS = 256
 
 
+@uncast()
 def fit_tuned_lens(
     model: Any,
     texts: Any,
@@ -317,9 +318,9 @@ class _Fit:
 
         Batches are the same for any number of processes, so that what is rounded in them is too.
         """
-        device = self.unembedding.device
-        statistics = Statistics.empty(len(self.rows), self.view.d_model, device)
-        last_square = torch.zeros((), dtype=torch.float64, device=device)
+        home = float64_home(self.unembedding.device)
+        statistics = Statistics.empty(len(self.rows), self.view.d_model, home)
+        last_square = torch.zeros((), dtype=torch.float64, device=home)
         training = self.windows.training if self.ridge else self.windows.training[:2]
         batches = training.split(max(1, 1024 // training.shape[1]))
         mine = [batches[number] for number in self.team.share(len(batches))]
@@ -329,7 +330,7 @@ class _Fit:
             if diverged := self._diverged([*found.states, found.last]):
                 break
             statistics.add(found.states, found.last)
-            last_square += found.last.pow(2).mean(-1).sum().double()
+            last_square += found.last.pow(2).mean(-1).sum().to(last_square)
         self.team.agree(diverged)
         statistics.sum_over(self.team)
         self.team.sum(last_square)
@@ -365,12 +366,11 @@ class _Fit:
     def _choose(self, number: int, solver: Solver) -> tuple[tuple[Tensor, Tensor], float]:
         """The penalty with the least validation KL, by walking downhill from the layer before's."""
         every = max(1, len(self.held) // _CHOICE_TOKENS)
-        dtype = self.lens.weight.dtype
         known: dict[int, tuple[float, tuple[Tensor, Tensor]]] = {}
 
         def value(place: int) -> float:
             if place not in known:
-                weight, bias = (t.to(dtype) for t in solver.solve(_PENALTIES[place]))
+                weight, bias = (t.to(self._zero[0]) for t in solver.solve(_PENALTIES[place]))
                 known[place] = (self.held.kl(number, weight, bias, every=every), (weight, bias))
             return known[place][0]
 

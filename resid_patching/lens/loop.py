@@ -24,6 +24,7 @@ from resid_patching.errors import DivergedError
 from resid_patching.lens.harvest import Harvest, Held
 from resid_patching.lens.steps import Teacher, kl_and_gradient
 from resid_patching.lens.unembed import Unembedding
+from resid_patching.models import float64_home
 from resid_patching.processes import Team
 
 Optimizer = Literal["muon", "adam", "sgd"]
@@ -177,8 +178,8 @@ def take_step(
             kls.append(math.nan)
             continue
         generator = draw(plan.seed, step, number + 1)
-        drawn = torch.randperm(part.total, generator=generator)[: plan.step_tokens]
-        like = {"dtype": torch.float64, "device": layer.weight.device}
+        drawn = torch.randperm(part.total, generator=generator, device="cpu")[: plan.step_tokens]
+        like = {"dtype": torch.float64, "device": float64_home(layer.weight.device)}
         sums = [torch.zeros(shape, **like) for shape in (layer.weight.shape, layer.bias.shape, ())]
         first = part.first
         for window, teacher in zip(found, teachers, strict=True):
@@ -189,7 +190,7 @@ def take_step(
                 states = window.states[number][where]
                 parts = _sums(layer, states, teacher.take(where), unembedding, buffer)
                 for whole, each in zip(sums, parts, strict=True):
-                    whole += each
+                    whole += each.to(whole)
         means = [part.team.sum(whole) / len(drawn) for whole in sums]
         kls.append(_step_layer(layer, plan, step, *means))
     return kls
@@ -216,8 +217,8 @@ def _step_layer(
             "its own states overflow."
         )
     shrink = min(1.0, plan.clip / max(float(norm), 1e-30))
-    layer.weight.grad = (on_weight * shrink).to(layer.weight.dtype)
-    layer.bias.grad = (on_bias * shrink).to(layer.bias.dtype)
+    layer.weight.grad = (on_weight * shrink).to(layer.weight)
+    layer.bias.grad = (on_bias * shrink).to(layer.bias)
     decay = 1 - step / plan.steps
     for optimizer in layer.optimizers:
         for group in optimizer.param_groups:
@@ -246,7 +247,7 @@ def look(layers: list[Layer], plan: Plan, kls: Sequence[float]) -> None:
 def draw(seed: int, step: int, which: int) -> torch.Generator:
     """The generator of one draw, of its own for every seed, step and purpose."""
     mixed = (seed * 1_000_003 + step) * 1_000_033 + which
-    return torch.Generator().manual_seed(mixed % 2**63)
+    return torch.Generator("cpu").manual_seed(mixed % 2**63)
 
 
 def windows_of(n_windows: int, plan: Plan, step: int) -> Tensor:
@@ -255,6 +256,6 @@ def windows_of(n_windows: int, plan: Plan, step: int) -> Tensor:
     numbers = []
     for place in range(first, first + plan.windows):
         epoch, index = divmod(place, n_windows)
-        order = torch.randperm(n_windows, generator=draw(plan.seed, epoch, 0))
+        order = torch.randperm(n_windows, generator=draw(plan.seed, epoch, 0), device="cpu")
         numbers.append(int(order[index]))
-    return torch.tensor(numbers)
+    return torch.tensor(numbers, device="cpu")

@@ -157,7 +157,7 @@ def jensen_shannon(
     log_p, log_q = left.log_softmax(-1), right.log_softmax(-1)
     log_m = torch.logaddexp(log_p, log_q) - math.log(2)
     halves = dot(log_p.exp(), log_p - log_m) + dot(log_q.exp(), log_q - log_m)
-    bound = torch.tensor(math.log(2), dtype=halves.dtype)
+    bound = torch.tensor(math.log(2), dtype=halves.dtype, device="cpu")
     if float(bound) > math.log(2):  # float32 rounds it up
         bound = torch.nextafter(bound, torch.zeros_like(bound))
     return (halves / 2).clamp(0, float(bound))

@@ -30,6 +30,7 @@ from resid_patching.lens.quantities import Final, Wanted
 from resid_patching.lens.results import LensResult, TopTokens
 from resid_patching.lens.states import Chunk, chunks_of, read_chunk
 from resid_patching.lens.unembed import Unembedding
+from resid_patching.models import exact, float64_home
 from resid_patching.prompts import Positions, Tokens, token_text, tokens_for
 from resid_patching.result import Axis, Result, provenance
 from resid_patching.run import Run
@@ -119,7 +120,7 @@ class LensReadout:
             self._memo.update(self.measure(*_ALWAYS))
         return self._memo[name]
 
-    @torch.no_grad()
+    @exact()
     def measure(
         self, *scalars: str, top: int = 0, tokens: Tokens | None = None
     ) -> dict[str, LensResult]:
@@ -141,7 +142,9 @@ class LensReadout:
         needs_token = wanted.scalars & {"prob", "rank"}
         ids = None
         if needs_token and tokens is not None:
-            ids = torch.tensor(tokens_for(self.run.view, self.run.prompts, tokens, "token"))
+            ids = torch.tensor(
+                tokens_for(self.run.view, self.run.prompts, tokens, "token"), device="cpu"
+            )
         cells = _Cells(len(self.rows), self.run)
         for chunk in self._chunks():
             for where, row, found in self._read_chunk(chunk, wanted, ids):
@@ -211,7 +214,7 @@ class LensReadout:
 
     # Logits themselves
 
-    @torch.no_grad()
+    @exact()
     def logits(
         self, *, layer: Address | str, positions: Positions = -1
     ) -> Float[Tensor, "batch n d_vocab"]:
@@ -269,7 +272,7 @@ class LensReadout:
 
     # Against another readout, and over all tokens
 
-    @torch.no_grad()
+    @exact()
     def js(self, other: LensReadout) -> LensResult:
         """The Jensen-Shannon divergence from another readout, in nats [layer, batch, pos].
 
@@ -279,7 +282,7 @@ class LensReadout:
         plan = "Jensen-Shannon divergence"
         return self._compare(other, quantities.jensen_shannon, "nats", plan)
 
-    @torch.no_grad()
+    @exact()
     def total_variation(self, other: LensReadout) -> LensResult:
         """Half the sum of |p - q| over the vocabulary [layer, batch, pos].
 
@@ -306,7 +309,7 @@ class LensReadout:
         name = f"{plan} of {self.plan} and {other.plan}"
         return self._result(cells.found["value"], unit, name)
 
-    @torch.no_grad()
+    @exact()
     def marginal_bias(self) -> Result:
         """KL(mean final || mean lens), in nats [layer]: a shift that all tokens share.
 
@@ -315,16 +318,15 @@ class LensReadout:
         Source: Belrose et al. 2023 (arXiv 2303.08112), section 3.
         """
         unembedding = Unembedding.of(self.run.view)
-        total = torch.zeros(
-            len(self.rows), unembedding.d_vocab, dtype=torch.float64, device=unembedding.device
-        )
+        home = float64_home(unembedding.device)
+        total = torch.zeros(len(self.rows), unembedding.d_vocab, dtype=torch.float64, device=home)
         count = 0
         for chunk in self._chunks():
             count += len(chunk.real)
             for where, _ in chunk.blocks(unembedding.block_rows):
                 for row in range(len(self.rows)):
                     logits = self._logits_of(row, chunk, where, unembedding)
-                    total[row] += logits.to(unembedding.dtype).softmax(-1).sum(0)
+                    total[row] += logits.to(unembedding.dtype).softmax(-1).sum(0).to(total)
         log_mean = (total / count).log()
         values = torch.xlogy(total[-1] / count, total[-1] / count) - total[-1] / count * log_mean
         plan = f"KL of the marginals, mean over {count} tokens, {self.plan}"
@@ -418,8 +420,8 @@ class _Cells:
     def put(self, chunk: Chunk, where: Tensor, row: int, values: dict[str, Tensor]) -> None:
         batch, pos = where // chunk.width + chunk.rows.start, where % chunk.width
         for name, value in values.items():
-            # Ids are exact in float64, and NaN says that there is none.
-            dtype = value.dtype if value.is_floating_point() else torch.float64
+            # Ids are exact in float32 (to 2^24), and NaN says that there is none.
+            dtype = value.dtype if value.is_floating_point() else torch.float32
             if name not in self.found:
                 full = (self.n_rows, *self.shape, *value.shape[1:])
                 self.found[name] = torch.full(full, torch.nan, dtype=dtype, device=value.device)

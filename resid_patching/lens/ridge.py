@@ -65,18 +65,18 @@ class Statistics:
             last: their last states.
         """
         weight = 1 / last.pow(2).sum(-1)
-        batch = Statistics.empty(len(states), last.shape[-1], last.device)
-        batch.total += weight.sum()
-        batch.mean_y += weight @ last / weight.sum()
+        batch = Statistics.empty(len(states), last.shape[-1], self.total.device)
+        batch.total += weight.sum().to(batch.total)
+        batch.mean_y += (weight @ last / weight.sum()).to(batch.total)
         # Centred by the batch's own means before anything is squared: a few coordinates of a
         # stream are far from zero in every token, and float32 would lose the rest beside them.
         root = weight.sqrt()[:, None]
-        y = root * (last - batch.mean_y.to(last.dtype))
+        y = root * (last - batch.mean_y.to(last))
         for layer, x in enumerate(states):
-            batch.mean_x[layer] += weight @ x / weight.sum()
-            x = root * (x - batch.mean_x[layer].to(x.dtype))
-            batch.xx[layer] += x.T @ x
-            batch.xy[layer] += x.T @ y
+            batch.mean_x[layer] += (weight @ x / weight.sum()).to(batch.total)
+            x = root * (x - batch.mean_x[layer].to(x))
+            batch.xx[layer] += (x.T @ x).to(batch.total)
+            batch.xy[layer] += (x.T @ y).to(batch.total)
         batch.tokens = len(last)
         self.merge(batch)
 
@@ -87,8 +87,9 @@ class Statistics:
             return
         shift_x, shift_y = other.mean_x - self.mean_x, other.mean_y - self.mean_y
         between = self.total * other.total / total
-        self.xx += other.xx + between * torch.einsum("lm,ln->lmn", shift_x, shift_x)
-        self.xy += other.xy + between * torch.einsum("lm,n->lmn", shift_x, shift_y)
+        for layer, x in enumerate(shift_x):  # one at a time: all squares at once are large
+            self.xx[layer] += other.xx[layer] + between * torch.outer(x, x)
+            self.xy[layer] += other.xy[layer] + between * torch.outer(x, shift_y)
         self.mean_x += other.total / total * shift_x
         self.mean_y += other.total / total * shift_y
         self.total = total

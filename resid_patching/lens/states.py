@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from resid_patching.address import Address, Stream, hook_name
 from resid_patching.decomposition import TOLERANCE
 from resid_patching.errors import CacheMismatchError, ReadoutMismatchError
 from resid_patching.lens.unembed import Unembedding
-from resid_patching.models import ModelView
+from resid_patching.models import ModelView, exact
 from resid_patching.run import Run
 
 _CHECKED = 4
@@ -69,7 +68,7 @@ def chunks_of(run: Run, addresses: Sequence[Address]) -> Iterator[slice]:
     return run.prompts.chunks(run.max_bytes // 16 // (a_token * view.W_U.element_size()))
 
 
-@torch.no_grad()
+@exact()
 def read_chunk(run: Run, addresses: Sequence[Address], rows: slice) -> Chunk:
     """Runs some prompts and takes the states at the addresses and the model's logits.
 

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from resid_patching.lens.unembed import Unembedding
+from resid_patching.models import exact
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,7 @@ class Teacher:
     logits: Float[Tensor, "token d_vocab"] | None
 
     @classmethod
-    @torch.no_grad()
+    @exact()
     def of(cls, unembedding: Unembedding, logits: Float[Tensor, "token d_vocab"]) -> Teacher:
         """The teacher of the model's logits."""
         parts = []
@@ -61,7 +62,7 @@ class Teacher:
         return len(self.p_log_p)
 
 
-@torch.no_grad()
+@exact()
 def kl_and_gradient(
     unembedding: Unembedding,
     states: Float[Tensor, "token d_model"],
@@ -87,7 +88,7 @@ def kl_and_gradient(
     return torch.cat(kls), torch.cat(gradients)
 
 
-@torch.no_grad()
+@exact()
 def kl_only(
     unembedding: Unembedding,
     states: Float[Tensor, "token d_model"],

@@ -50,7 +50,7 @@ from resid_patching.lens.logit import require_middle, require_run
 from resid_patching.lens.readout import LensReadout
 from resid_patching.lens.states import last_state
 from resid_patching.lens.unembed import Unembedding
-from resid_patching.models import ModelView, as_view
+from resid_patching.models import ModelView, as_view, exact, uncast
 from resid_patching.prompts import Positions
 from resid_patching.result import Axis, Result, provenance
 from resid_patching.run import Run
@@ -138,6 +138,7 @@ class TunedLens(nn.Module):
         number = rows.index(address)
         return None if number == len(rows) - 1 else number
 
+    @uncast()
     def translate(
         self, states: Float[Tensor, "*batch d_model"], layer: Address | str
     ) -> Float[Tensor, "*batch d_model"]:
@@ -159,6 +160,7 @@ class TunedLens(nn.Module):
         weight, bias = self.weight[number].to(states), self.bias[number].to(states)
         return states + nn.functional.linear(states, weight, bias)
 
+    @uncast()
     def logits(
         self, model: Any, states: Float[Tensor, "*batch d_model"], layer: Address | str
     ) -> Float[Tensor, "*batch d_vocab"]:
@@ -227,7 +229,7 @@ class TunedLens(nn.Module):
 
         return lens
 
-    @torch.no_grad()
+    @exact()
     def transfer(self, run: Run, *, positions: Positions = None) -> Result:
         """Every translator at every layer: the mean KL(final || lens), in nats [translator, layer].
 

@@ -2,6 +2,7 @@
 
 from resid_patching.models.guards import Report, report, require
 from resid_patching.models.load import DEMO_FOLDER, load
+from resid_patching.models.precision import exact, float64_home, uncast
 from resid_patching.models.view import (
     HookedModel,
     Memory,
@@ -25,8 +26,11 @@ __all__ = [
     "Report",
     "as_view",
     "compute_dtype",
+    "exact",
+    "float64_home",
     "load",
     "report",
     "require",
     "take",
+    "uncast",
 ]

@@ -32,6 +32,7 @@ from resid_patching.errors import (
     StreamMismatchError,
     UnsupportedModelError,
 )
+from resid_patching.models.precision import exact
 from resid_patching.models.view import Memory, ModelView, Processing
 
 Capability = Literal["stream", "readout", "heads", "neurons"]
@@ -154,7 +155,7 @@ def _examine(view: ModelView, found: Report) -> None:
             f"{view.name} ({view.kind}) does not show the residual stream at every layer: {error}"
         )
         return
-    with torch.no_grad():
+    with exact():
         checks: dict[Capability, Any] = {
             "stream": _check_stream,
             "heads": _check_heads,
@@ -171,7 +172,7 @@ def _probe(view: ModelView) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Activations and logits of two rows that differ in their last token alone."""
     length = min(_PROBE_LENGTH, view.n_ctx)
     generator = torch.Generator().manual_seed(0)
-    row = torch.randint(view.d_vocab, (length,), generator=generator)
+    row = torch.randint(view.d_vocab, (length,), generator=generator, device="cpu")
     other = row.clone()
     other[-1] = (other[-1] + 1) % view.d_vocab
     tokens = torch.stack([row, other]).to(view.input_device)

@@ -250,7 +250,7 @@ def _require_same_predictions(model: Any, original: Any) -> None:
     """Raises where the converted model does not predict what the original predicts."""
     length = min(8, int(model.cfg.n_ctx))
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(int(model.cfg.d_vocab), (1, length), generator=generator)
+    tokens = torch.randint(int(model.cfg.d_vocab), (1, length), generator=generator, device="cpu")
     with torch.no_grad():
         expected = original(tokens.to(original.device)).logits.float().log_softmax(-1)
         found = model(tokens.to(model.cfg.device)).float().log_softmax(-1).to(expected.device)

@@ -28,6 +28,7 @@ from resid_patching.errors import (
     UnsupportedModelError,
 )
 from resid_patching.models.inventory import Inventory
+from resid_patching.models.precision import exact
 
 Reader = Callable[[Tensor], Tensor | None]
 """Called with an activation [batch, pos, ...]; what it returns, if anything, replaces it."""
@@ -476,7 +477,7 @@ class ModelView:
         if at is not None and self.user_hooks():  # the caller's hooks see the whole pass
             whole = logits and (lambda output: logits(take(output, at)))
             return take(self.forward(tokens, readers, logits=whole), at)
-        with torch.no_grad(), self.watched(readers), self._on_unembed(logits, at):
+        with exact(), self.watched(readers), self._on_unembed(logits, at):
             return self._call(tokens)
 
     def forward_blocks(
@@ -498,7 +499,7 @@ class ModelView:
         def stop(_module: Any, _inputs: Any) -> None:
             raise _Enough
 
-        with torch.no_grad(), self.watched(readers):
+        with exact(), self.watched(readers):
             handle = self.model.unembed.register_forward_pre_hook(stop)
             try:
                 self._call(tokens)

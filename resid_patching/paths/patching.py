@@ -11,7 +11,7 @@ from torch import Tensor
 
 from resid_patching.address import Attn, HeadInput, Reader, Stream, hook_name
 from resid_patching.errors import UnsupportedModelError
-from resid_patching.models import ModelView
+from resid_patching.models import ModelView, exact
 from resid_patching.paths.closed import MLPs, Read, Stack
 from resid_patching.paths.hooked import moved_rows, names_to_keep, read_hooked
 from resid_patching.paths.readers import (
@@ -63,7 +63,7 @@ class Patched:
     routes: tuple[Route, ...]
 
 
-@torch.no_grad()
+@exact()
 def patch_paths(
     run: Run,
     senders: Sequence[Variant],
@@ -139,7 +139,7 @@ def is_closed(chunk: Chunk, senders: Sequence[Variant]) -> bool:
 
 def _reader_edits(view: ModelView, readers: Sequence[Reader]) -> Iterator[Edit]:
     """Edits that stand for the readers, to ask which activations they need."""
-    nowhere = PositionIndex(torch.full((1, 1), -1))
+    nowhere = PositionIndex(torch.full((1, 1), -1, device=view.device))
     for reader in readers:
         yield Edit(site_of(view, reader), nowhere, lambda rows, index: index)
 

@@ -145,7 +145,7 @@ def by_position(
     Raises:
         MissingExtraError: plotly is not installed.
     """
-    values = found.values[:, batch].detach().double().cpu()
+    values = found.values[:, batch].detach().cpu().double()
     places = [n for n, p in enumerate(found.position_index[batch].tolist()) if p >= 0]
     values = values[:, places]
     sizes = values.abs().amax(1)

@@ -118,7 +118,7 @@ def scale_of(colours: Sequence[str]) -> list[list[Any]]:
 
 def mean(values: Tensor) -> Tensor:
     """Mean over prompts [..., batch] -> [...]."""
-    return values.detach().double().cpu().mean(-1)
+    return values.detach().cpu().double().mean(-1)
 
 
 def names(axis: Axis) -> list[str]:

@@ -184,7 +184,7 @@ def _grid(result: Result, of: Of) -> Grid:
     values = result.values
     if "batch" in axis_names:
         values = mean(values.movedim(axis_names.index("batch"), -1))
-    return Grid(axes[0], axes[1], values.detach().double().cpu(), {})
+    return Grid(axes[0], axes[1], values.detach().cpu().double(), {})
 
 
 def _by_layer(labels: Sequence[str], means: Mapping[str, Tensor], shown: str) -> Grid:

@@ -100,7 +100,7 @@ def trajectory(
             {"row": 1, "col": number + 1} if across else {"row": number + 1, "col": 1}
         )
         trace = go.Heatmap(
-            z=listed(values[number].detach().double().cpu().tolist()),
+            z=listed(values[number].detach().cpu().double().tolist()),
             x=[str(position) for position in range(len(tokens))],
             y=[literal(label) for label in labels],
             text=_top_texts(tops[number], batch, len(tokens)),
@@ -236,7 +236,7 @@ def lens_by_layer(
     for result in results:
         name = _lens_name(result)
         name = name if name not in columns else f"{name} {len(columns) + 1}"
-        columns[name] = result.values.detach().double().cpu().nanmean((1, 2)).tolist()
+        columns[name] = result.values.detach().cpu().double().nanmean((1, 2)).tolist()
     first = results[0]
     n, prompts = int((~first.values[0].isnan()).sum()), first.provenance.n_prompts
     over = f"mean over {n} positions of {prompts} prompt{'s' * (prompts > 1)}"
@@ -275,7 +275,7 @@ def lens_grid(result: LensResult, *, batch: int = 0) -> plotly.graph_objects.Fig
     """
     go = require_plotly()
     tokens = result.token_texts[batch]
-    values = result.values[:, batch, : len(tokens)].detach().double().cpu()
+    values = result.values[:, batch, : len(tokens)].detach().cpu().double()
     labels = [literal(str(label)) for label in result.axis("layer").labels]
     largest = float(values.nan_to_num().max()) or 1.0
     figure = go.Figure(

@@ -51,7 +51,7 @@ def token_text(result: Result, label: str, *, batch: int = 0) -> TokenText:
     if texts is None:
         raise ValueError("this result does not say which tokens it is of")
     row = result.axes[0].index(label)
-    numbers = result.values[row, batch].detach().double().cpu().tolist()
+    numbers = result.values[row, batch].detach().cpu().double().tolist()
     tokens, numbers = _aligned(result, texts[batch], numbers, batch)
     known = [abs(number) for number in numbers if not math.isnan(number)]
     largest = max(known, default=0.0) or 1.0

@@ -79,23 +79,27 @@ class Deltas:
 
     def _new(self, edit: Edit) -> tuple[Tensor, Tensor, Tensor]:
         index = edit.positions.index[self.clean.rows].to(self.view.device)
-        values = edit.fill(self.clean.rows, index).to(self.view.device)
+        values = self._ours(edit.fill(self.clean.rows, index))
         return index, index >= 0, values
 
     def old(self, edit: Edit, index: Tensor) -> Tensor:
         """The site's clean value at positions; zeros for embeddings, whose fill is a change."""
         site = edit.site
         if isinstance(site, Embed | PosEmbed):
-            return torch.zeros((), device=self.view.device)
+            return torch.zeros((), device=self.view.device, dtype=self.view.compute_dtype)
         if isinstance(site, Stream):
             value = self.clean.state(site.layer, site.place)
         else:
             name = clean_hook(site)
             value = site_value(self.view, site, None if name is None else self.clean.acts[name])
         if value.shape[0] == 1 and value.shape[1] == 1:
-            return value
+            return self._ours(value)
         value = value.expand(len(self.clean), *value.shape[1:]).to(self.view.device)
-        return take(value, index)
+        return self._ours(take(value, index))
+
+    def _ours(self, value: Tensor) -> Tensor:
+        """Where and in the precision that differences are made in: bfloat16 would lose them."""
+        return value.to(self.view.device, self.view.compute_dtype)
 
     def closed(self, variant: Variant) -> bool:
         """Whether the variant's delta needs no call of the model's own blocks."""
@@ -114,12 +118,16 @@ class Deltas:
 
     def frozen(self, variant: Variant) -> Tensor:
         """The change of the last state [rows, pos, d_model] with every later write frozen."""
-        clean = self.clean
-        delta = clean.act_pre(0).new_zeros(len(clean), clean.width, self.view.d_model)
+        delta = self._no_change()
         for key in sorted({stage(edit.site) for edit in variant}):
             edits = tuple(edit for edit in variant if stage(edit.site) == key)
             delta = self._through(delta, edits, *key)
         return delta
+
+    def _no_change(self) -> Tensor:
+        shape = (len(self.clean), self.clean.width, self.view.d_model)
+        start = self.clean.act_pre(0)
+        return start.new_zeros(shape, dtype=self.view.compute_dtype)
 
     def _through(self, delta: Tensor, edits: Variant, layer: int, place: int) -> Tensor:
         if place in (1, 3):
@@ -140,8 +148,7 @@ class Deltas:
 
     def _write(self, edits: Variant, layer: int) -> Tensor:
         """The change of one sublayer's write, in closed form."""
-        clean = self.clean
-        change = clean.act_pre(0).new_zeros(len(clean), clean.width, self.view.d_model)
+        change = self._no_change()
         inputs = [edit for edit in edits if is_inside_attention(edit.site)]
         heads = [edit for edit in edits if _is_z(edit)]
         if inputs:
@@ -251,7 +258,7 @@ class Deltas:
                 clean.calls.call(layer, clean.act_pre(layer))
         else:
             view.forward(clean.tokens, changes)
-        return seen[-1] - clean.act(writer)
+        return self._ours(seen[-1]) - self._ours(clean.act(writer))
 
 
 def _is_z(edit: Edit) -> bool:

@@ -200,7 +200,7 @@ def _acts(view: ModelView, name: str, write: str) -> bool:
     seen: list[Tensor] = []
 
     def disturb(activation: Tensor) -> Tensor:
-        noise = torch.rand(activation.shape, generator=generator)
+        noise = torch.rand(activation.shape, generator=generator, device="cpu")
         return activation + noise.to(activation)
 
     def read(activation: Tensor) -> None:

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from resid_patching.models import Memory, ModelView, take
+from resid_patching.models import Memory, ModelView, exact, take
 from resid_patching.rerun.clean import Clean, hooks_to_keep
 from resid_patching.rerun.deltas import Deltas
 from resid_patching.rerun.edits import Variant, require_acting, stage
@@ -60,7 +60,7 @@ class Rerun:
     routes: tuple[Route, ...]
 
 
-@torch.no_grad()
+@exact()
 def rerun(
     run: Run,
     variants: Sequence[Variant],

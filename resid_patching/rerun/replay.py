@@ -201,7 +201,7 @@ class _HookChanges:
 
     def _moving_start(self, number: int, edit: Edit) -> Change:
         """A change of the embeddings, as a change of the stream's start; fill gives new - old."""
-        return self._shifting(number, edit, torch.zeros(()))
+        return self._shifting(number, edit, torch.zeros((), device="cpu"))
 
     def _reaching(self, number: int, edit: Edit, layer: int) -> Change:
         def apply(activation: Tensor) -> Tensor:

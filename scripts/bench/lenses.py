@@ -75,7 +75,10 @@ def kl_step(model: Any, products: str) -> Case:
     assert found.logits is not None
     final = found.logits[:STEP_TOKENS]
     generator = torch.Generator().manual_seed(3)
-    weights = [torch.randn(D, D, generator=generator) / 100 for _ in rows]
+    weights = [
+        (torch.randn(D, D, generator=generator) / 100).to(view.device, view.compute_dtype)
+        for _ in rows
+    ]
     readout = (LowUnembedding if products == "bfloat16" else Unembedding).of(view)
 
     def ours() -> Tensor:

@@ -1,0 +1,1 @@
+"""What `scripts/check_device.py` checks: models, identities, timings."""
