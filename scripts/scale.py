@@ -267,11 +267,11 @@ def measure() -> str:
         f"`torch.utils.flop_counter` counts them, torch {torch.__version__}.\n"
     )
     times = (
-        f"\nA fit of d_model {WIDE.d_model}, {WIDE.n_layers} layers, {WIDE_FIT.tokens:,} tokens and "
-        f"{WIDE_FIT.steps} steps of {WIDE_FIT.step_windows} windows, one thread a process: "
-        f"{alone['seconds']:.1f} s in one process; {together['seconds']:.1f} s in two on this machine, "
-        f"{together['in_sums']:.1f} s of them in sums (with the wait for the slower one), over which "
-        f"{together['bytes'] / 1e6:.0f} MB went: gloo, no network between.\n"
+        f"\nA fit of d_model {WIDE.d_model}, {WIDE.n_layers} layers, {WIDE_FIT.tokens:,} tokens "
+        f"and {WIDE_FIT.steps} steps of {WIDE_FIT.step_windows} windows, one thread a process: "
+        f"{alone['seconds']:.1f} s in one process; {together['seconds']:.1f} s in two on this "
+        f"machine, {together['in_sums']:.1f} s of them in sums (with the wait for the slower one), "
+        f"over which {together['bytes'] / 1e6:.0f} MB went: gloo, no network between.\n"
     )
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return about + "\n" + table + times
