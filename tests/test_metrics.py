@@ -226,7 +226,9 @@ def test_whole_numbers_and_truth_values_of_a_function_are_numbers(backend):
 
 
 @pytest.mark.parametrize(
-    "metric", ["loss", None, 3, rp.loss, rp.logit_diff, rp.kl, dict], ids=lambda m: str(m)[:20]
+    "metric",
+    ["loss", None, 3, rp.loss, rp.logit_diff, rp.kl, dict],
+    ids=lambda m: getattr(m, "__name__", str(m)),
 )
 @backends
 def test_what_is_no_metric_is_refused_with_the_metrics_shown(backend, metric):
