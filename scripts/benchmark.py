@@ -9,6 +9,9 @@ The model has GPT-2 small's shape and random weights, so that nothing is downloa
 
     python scripts/benchmark.py [--repeats N] [--threads N] [--backend hooked|bridge]
         [--rows capture attribution lens ...] [--json FILE] [--write docs/performance.md]
+
+Every row says on which commit it was measured and how often. `--write` replaces the rows measured
+now in a page and in the JSON file beside it, and keeps the others.
 """
 
 from __future__ import annotations
@@ -78,12 +81,14 @@ def main() -> None:
         measured = _peaks_elsewhere(arguments)
         for row in (*found["rows"], *found.get("growth", ())):
             row |= measured.get(row["row"], {})
-    text = as_markdown(found)
-    print(text)
+    for part in PARTS:
+        for row in found.get(part, ()):
+            row |= {"commit": commit(), "repeats": arguments.repeats}
+    print(as_markdown(found))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if arguments.write:
-        put_between_marks(Path(arguments.write), arguments.backend, text)
+        write_page(Path(arguments.write), arguments.backend, found)
 
 
 def _parse() -> argparse.Namespace:
@@ -150,8 +155,20 @@ def machine(arguments: argparse.Namespace) -> str:
     cores = os.cpu_count()
     return (
         f"{arguments.backend}, TransformerLens {version}, torch {torch.__version__}, float32, "
-        f"{arguments.threads} of {cores} cores ({_processor()}), medians of {arguments.repeats}"
+        f"{arguments.threads} of {cores} cores ({_processor()})"
     )
+
+
+def commit() -> str:
+    """The commit that is checked out, with a + where the package or this script was edited."""
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(root), *words]
+        return subprocess.run(command, capture_output=True, encoding="utf-8").stdout.strip()
+
+    edited = git("status", "--porcelain", "--", "resid_patching", "scripts")
+    return git("rev-parse", "--short", "HEAD") + ("+" if edited else "")
 
 
 def _processor() -> str:
@@ -169,16 +186,17 @@ def _processor() -> str:
 def as_markdown(found: dict[str, Any]) -> str:
     """The tables."""
     parts = [f"Measured on {found['machine']}.\n"]
-    if found["rows"]:
+    if found.get("rows"):
         parts.append(_table(_HEADS, [_cells(row) for row in found["rows"]]))
     if "growth" in found:
-        heads = ("sweep", "grows 1x, 2x, 4x", "seconds", "4x over 1x", "slope", "peak, MB")
+        heads = ("sweep", "grows 1x, 2x, 4x", "seconds", "4x over 1x", "slope", "peak, MB", "at")
         parts.append(_table(heads, [_growth_cells(row) for row in found["growth"]]))
     if "startup" in found:
         rows = [
-            (r["command"], f"{r['seconds']:.2f}", f"{r['ratio']:.2f}") for r in found["startup"]
+            (r["row"], f"{r['seconds']:.2f}", f"{r['ratio']:.2f}", _at(r)) for r in found["startup"]
         ]
-        parts.append(_table(("command", "seconds", "over import transformer_lens"), rows))
+        heads = ("command", "seconds", "over import transformer_lens", "at")
+        parts.append(_table(heads, rows))
     return "\n".join(parts)
 
 
@@ -193,7 +211,13 @@ _HEADS = (
     "peer MB",
     "diff",
     "peer",
+    "at",
 )
+PARTS = ("rows", "growth", "startup")
+
+
+def _at(row: dict[str, Any]) -> str:
+    return f"{row['commit']} ({row['repeats']})"
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -212,6 +236,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         shown("theirs_mb", ".0f"),
         shown("difference", ".0e"),
         row["peer"],
+        _at(row),
     )
 
 
@@ -222,6 +247,7 @@ def _growth_cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['total']:.2f}",
         f"{row['slopes']:.2f}",
         " / ".join(f"{peak:.0f}" for peak in row["peaks"]),
+        _at(row),
     )
 
 
@@ -234,18 +260,37 @@ def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def put_between_marks(path: Path, backend: str, text: str) -> None:
-    """Replaces what stands between a backend's marks.
+def write_page(path: Path, backend: str, found: dict[str, Any]) -> None:
+    """Replaces rows between a backend's marks in a page, and in the JSON file beside it.
 
     Raises:
-        SystemExit: the file has no such marks.
+        SystemExit: the page has no such marks.
     """
     start, end = f"<!-- {backend}: measured -->", f"<!-- {backend}: end -->"
-    before, found, rest = path.read_text(encoding="utf-8").partition(start)
+    before, opened, rest = path.read_text(encoding="utf-8").partition(start)
     _, closed, after = rest.partition(end)
-    if not (found and closed):
+    if not (opened and closed):
         raise SystemExit(f"{path} has no lines {start} and {end}")
+    data = path.with_suffix(".json")
+    kept = json.loads(data.read_text(encoding="utf-8")) if data.exists() else {}
+    kept[backend] = merged(kept.get(backend, {}), found)
+    data.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    text = as_markdown(kept[backend])
     path.write_text(f"{before}{start}\n\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Rows of one run put in the place of rows of the same name of earlier ones."""
+    found: dict[str, Any] = {"machine": new["machine"]}
+    for part in PARTS:
+        rows = {_key(row): row for row in (*old.get(part, ()), *new.get(part, ()))}
+        if rows:
+            found[part] = list(rows.values())
+    return found
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str]:
+    return row["row"], row.get("peer", "")
 
 
 if __name__ == "__main__":

@@ -45,4 +45,4 @@ def measure_startup(repeats: int) -> list[dict[str, Any]]:
                 times[name].append(time.perf_counter() - start)
     seconds = {name: statistics.median(found) for name, found in times.items()}
     bare = seconds["import transformer_lens"]
-    return [{"command": name, "seconds": t, "ratio": t / bare} for name, t in seconds.items()]
+    return [{"row": name, "seconds": t, "ratio": t / bare} for name, t in seconds.items()]
