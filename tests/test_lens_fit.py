@@ -155,6 +155,49 @@ def test_a_fit_with_products_in_bfloat16_goes_down_too():
     assert sum(k < r for k, r in zip(table["tuned"], table["ridge"], strict=True)) >= 2
 
 
+@pytest.mark.parametrize("far", [0.0, 1500.0])
+def test_the_gradient_holds_where_logits_of_two_tokens_lie_far_apart(far):
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(8, 30, generator=generator, dtype=torch.float64)
+    weight[0] = 0
+    weight[0] += far  # whatever a state's first entry, a shift of all its logits
+    norm = Norm("RMS", torch.ones(8).double(), torch.zeros(8).double(), 1e-5)
+    unembedding = Unembedding(norm, weight, torch.zeros(30).double(), None)
+    states, last = torch.randn(2, 6, 8, generator=generator, dtype=torch.float64)
+    states[:3, 0], states[3:, 0] = 2, -2
+    teacher = steps.Teacher.of(unembedding, unembedding.logits(last))
+    kl, gradient = steps.kl_and_gradient(unembedding, states, teacher)
+    log_q = unembedding.logits(states).log_softmax(-1)
+    log_p = unembedding.logits(last).log_softmax(-1)
+    assert_close(kl, (log_p.exp() * (log_p - log_q)).sum(-1), 1e-9)
+    assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("ridge", [True, False])
+def test_steps_are_measured_in_how_much_longer_the_last_state_is(ridge, monkeypatch):
+    """Root mean squares, of all training windows for a regression and of two without one."""
+    found = {}
+    measure = fit._Fit._statistics
+
+    def noted(self):
+        moments = measure(self)
+        windows = self.windows.training if ridge else self.windows.training[:2]
+        found["expected"] = harvest(self.view, windows, self.rows, logits=False)
+        found["moments"] = moments
+        return moments
+
+    monkeypatch.setattr(fit._Fit, "_statistics", noted)
+    quick(zoo.build(zoo.BACKENDS[0]), steps=0, ridge=ridge)
+    expected, moments = found["expected"], found["moments"]
+    assert moments.statistics.tokens == len(expected.last)
+    last = expected.last.pow(2).mean().sqrt()
+    assert moments.last_spread == pytest.approx(float(last))
+    weights = 1 / expected.last.pow(2).sum(-1)  # as in the regression
+    for states, scale in zip(expected.states, moments.scales, strict=True):
+        spread = (weights @ states.pow(2).mean(-1) / weights.sum()).sqrt()
+        assert scale == pytest.approx(float(last / spread))
+
+
 # Ridge
 
 
@@ -342,6 +385,13 @@ def test_a_layers_gradient_is_clipped_alone(monkeypatch):
     ridge = quick(model, steps=0)
     assert float((clipped.weight - ridge.weight).abs().max()) < 1e-8
     assert float((free.weight - ridge.weight).abs().max()) > 1e-6
+    short = quick(model, steps=1, look_every=1, optimizer="sgd", clip=1e-3, rate=1e-3)
+    moved = (short.weight - ridge.weight).pow(2).sum((1, 2)) + (short.bias - ridge.bias).pow(2).sum(
+        1
+    )
+    made = moved > 0  # a step that made the KL worse is not kept
+    assert made.any()
+    assert_close(moved[made].sqrt(), torch.full_like(moved[made], 1.9e-6), 1e-12)  # Nesterov's 1.9
 
 
 def test_a_layer_that_no_longer_falls_stops_and_keeps_its_best():
