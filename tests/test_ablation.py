@@ -29,6 +29,7 @@ from zoo_ablation import (
 )
 
 import resid_patching as rp
+from resid_patching.ablation.fills import Fills
 from resid_patching.errors import (
     AblationError,
     AddressError,
@@ -377,6 +378,16 @@ def test_pads_of_a_reference_never_enter_a_mean(toy):
         mean = every.sum(0) / len(every)
         total, _ = twin.changed([site], None, lambda _, m=mean: m.expand(3, 6, *m.shape))
         assert_close(found[0][number], twin.score("logit_diff", total) - base)
+
+
+def test_a_mean_of_a_bfloat16_model_is_summed_in_float32():
+    rows = torch.arange(24 * 16).reshape(24, 16) % 50
+    run = rp.capture(zoo.build(zoo.BACKENDS[0], dtype=torch.bfloat16), rows)
+    site = rp.parse("mlp.1")
+    how = rp.Mean(run, over=("batch", "pos"))
+    found = Fills(run, how, [site]).fill(site)(slice(0, 1), torch.zeros(1, 1, dtype=torch.long))
+    expected = run.fetch(site).float().mean((0, 1)).bfloat16()
+    assert torch.equal(found[0, 0], expected)
 
 
 @backends
