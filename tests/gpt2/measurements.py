@@ -247,7 +247,7 @@ def largest_parts(on: Subject, prompt: str, answer: str, foil: str, k: int) -> d
     found = {}
     for by, kind in (("head", Head), ("neuron", Neuron)):
         dla = rp.direct_logit_attribution(on.run(prompt), answer, foil, by=by)
-        parts = zip(dla.axis("component").labels, dla.values[:, 0, 0].tolist(), strict=True)
+        parts = zip(map(rp.parse, dla.components), dla.values[:, 0, 0].tolist(), strict=True)
         found |= {short(part): value for part, value in parts if isinstance(part, kind)}
     ranked = sorted(found, key=lambda part: -abs(found[part]))[:k]
     return {"part": ranked, "value": [found[part] for part in ranked]}
@@ -259,7 +259,7 @@ def largest_neurons(on: Subject, prompt: str, answers: list[str]) -> dict[str, l
     found = {}
     for answer in answers:
         dla = rp.direct_logit_attribution(on.run(prompt), answer, by="neuron")
-        parts = zip(dla.axis("component").labels, dla.values[:, 0, 0].tolist(), strict=True)
+        parts = zip(map(rp.parse, dla.components), dla.values[:, 0, 0].tolist(), strict=True)
         neurons = {short(part): value for part, value in parts if isinstance(part, Neuron)}
         best = max(neurons, key=lambda neuron: abs(neurons[neuron]))
         found[answer] = [best, neurons[best]]

@@ -133,7 +133,7 @@ SLM4096 = StandIn(
 
 SMOLLM2 = StandIn(
     processing={"folded": "raw", "raw": "raw", "gelu": "raw"},
-    bos={True: True, False: False},
+    bos={True: True, False: True},  # it is far worse without one
     texts=["The capital of France is"],
     pairs={
         "prompts": ["Mary saw John. Mary saw", "Tom saw Ann. Tom saw"],

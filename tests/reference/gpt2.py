@@ -53,8 +53,9 @@ class Plain:
         for layer in range(self.n_layers):
             prefix = f"h.{layer}."
             bias, out = self.w[f"{prefix}attn.c_attn.bias"], self.w[f"{prefix}attn.c_proj.weight"]
-            self.w[f"{prefix}attn.c_proj.bias"] += bias[2 * d :] @ out
-            bias[2 * d :] = 0
+            shift = self.w[f"{prefix}ln_1.bias"] @ self.w[f"{prefix}attn.c_attn.weight"][:, 2 * d :]
+            self.w[f"{prefix}attn.c_proj.bias"] += (bias[2 * d :] + shift) @ out
+            bias[2 * d :] = -shift  # so that values are of the norm without its bias
             for name in ("attn.c_proj.weight", "attn.c_proj.bias"):
                 self.centre(prefix + name)
             for name in ("mlp.c_proj.weight", "mlp.c_proj.bias"):
