@@ -306,13 +306,6 @@ def attention_on_stripe(on: Subject, tokens: list[list[int]], offset: int) -> li
     return found
 
 
-@measurement
-def attention_patterns(on: Subject, prompt: str) -> list:
-    """Every head's pattern [layer][head][query][key]."""
-    nodes = [HeadNode(layer, 0, "pattern") for layer in range(on.view.n_layers)]
-    return [on.run(prompt).fetch(node)[0].tolist() for node in nodes]
-
-
 # Interventions
 
 

@@ -141,9 +141,9 @@ SMOLLM2 = StandIn(
         "answers": [" Mary", " Tom"],
         "foils": [" John", " Ann"],
     },
-    layers=[0, 17],
-    heads=[["0.4"], ["12.3", "17.7"]],
-    value_heads=[["0.2"], ["12.1", "17.2"]],
+    layers=[17],
+    heads=[["17.7"]],
+    value_heads=[["17.2"]],
     positioned=["12.1"],
     single={
         "k": 10,
