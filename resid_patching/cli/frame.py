@@ -288,8 +288,11 @@ def _is_special(path: Path) -> bool:
 
 
 def _require_inputs_kept(arguments: argparse.Namespace) -> None:
-    """Refuses to write a result over a file that the command reads."""
+    """Refuses names that no file has, and to write a result over a file that the command reads."""
     flags = vars(arguments)
+    for name in (*_INPUT_FILES, *_OUTPUT_FILES, "model", "lens", "out"):
+        if isinstance(path := flags.get(name), str) and "\0" in path:
+            raise UsageError(f"--{name} {path!r} holds a NUL character; no file has such a name")
     read = {
         os.path.realpath(path): name
         for name in _INPUT_FILES
