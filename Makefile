@@ -20,10 +20,10 @@ CONSTRAINTS := .ci/constraints-$(LANE).txt
 PIP_INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check \
 	-c $(CONSTRAINTS)
 
-.PHONY: help demo test test-real lint docs tour bench fuzz check-device clean distclean
+.PHONY: help demo test test-real test-gpt2 lint docs tour bench fuzz check-device clean distclean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) \
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) \
 		| awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
 
 demo: $(STAMP) ## direct logit attribution on the shipped model (LANE=tl4: with TransformerLens 4)
@@ -37,6 +37,9 @@ test: $(STAMP) ## the tests that need no large model (LANE=tl4: with Transformer
 test-real: $(STAMP) ## prepare SmolLM2-135M, then the tests that need it
 	$(BIN)/python scripts/prepare_smollm2.py
 	RESID_PATCHING_REQUIRE_REAL=1 OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m pytest -m real
+
+test-gpt2: $(STAMP) ## the check-list of GPT-2 small (RESID_PATCHING_GPT2=FOLDER, or a hub cache)
+	$(BIN)/python -m pytest -m gpt2
 
 bench: ## time it beside TransformerLens 3.9 and 4, on an idle machine: docs/performance.md
 	$(MAKE) --no-print-directory LANE=default .venv/.installed
