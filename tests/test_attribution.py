@@ -365,6 +365,8 @@ def test_a_row_without_a_position_has_nan_there_and_no_cell_in_the_frame(backend
     frame = dla.to_frame()
     assert len(frame) == len(dla.components) * sum(lengths)
     assert not frame["value"].isna().any()
+    places = zip(frame["batch"], frame["pos"], strict=True)
+    assert frame["token"].tolist() == [dla.token_texts[row][pos] for row, pos in places]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Fitting: the closed form, the fused gradient, the data, the fit that is killed and goes on."""
 
+import math
 import os
 import random
 import signal
@@ -209,6 +210,22 @@ def random_tokens(count, seed=0):
     return x, x @ mixing + 2 + noise / 3
 
 
+def test_each_layer_has_the_penalty_with_the_least_validation_kl(monkeypatch):
+    """On a KL with one minimum a layer, uphill and downhill of the layer before's."""
+    least = (-5, -2, -9)
+
+    def solve(self, penalty):
+        return torch.zeros(32, 32), torch.full((32,), float(math.log10(penalty)))
+
+    def kl(self, number, weight, bias, every=1):
+        return abs(float(bias[0]) - least[number])
+
+    monkeypatch.setattr(Solver, "solve", solve)
+    monkeypatch.setattr(Held, "kl", kl)
+    tuned = quick(zoo.build(zoo.BACKENDS[0]), steps=0)
+    assert tuned.record["fit"]["penalty"] == [10.0**place for place in least]
+
+
 @pytest.mark.parametrize("penalty", [1e-6, 1e-2, 1.0, 100.0])
 def test_ridge_is_the_slow_reference(penalty):
     x, y = random_tokens(40)
@@ -260,6 +277,7 @@ def test_ridge_is_kept_only_where_it_beats_the_identity(backend, monkeypatch):
     model = zoo.build(backend)
     tuned = quick(model, steps=0)
     table = tuned.record["validation"]
+    assert table["layers"] == ["resid_pre.0", "resid_post.0", "resid_post.1"]
     for number, (logit, ridge, kept) in enumerate(
         zip(table["logit_lens"], table["ridge"], table["tuned"], strict=True)
     ):

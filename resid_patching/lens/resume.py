@@ -95,8 +95,8 @@ def require_own(folder: Path, writer: str | None) -> None:
     path = folder / STATE
     if not path.is_file():
         return
-    with _opened(path) as file:
-        found = _about(file)
+    with _named(path), safe_open(str(path), "pt", device="cpu") as file:
+        found = _about(file.metadata())
     if found.get("writer") != writer:
         raise LensMismatchError(
             f"another fit has written {path} (step {found.get('step')}) since this one began, and "
@@ -164,26 +164,28 @@ def read(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     path = folder / STATE
     if not path.is_file():
         return None, {}
-    with _opened(path) as file:  # once: the fit may put a newer state there meanwhile
-        about = _about(file)
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    with _named(path):
+        # Read once, which safe_open does not: the fit may put a newer state there meanwhile.
+        content = path.read_bytes()
+        tensors = safetensors.torch.load(content)
+        header = content[8 : 8 + int.from_bytes(content[:8], "little")]
+        about = _about(read_json(header.decode())["__metadata__"])
     if about["version"] != 1 and about.get("sha256") != _checksum(about, tensors):
         raise LensFormatError(f"{path} is damaged: it does not hold what was written")
     return about, tensors
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _named(path: Path) -> Iterator[None]:
     try:
-        with safe_open(str(path), "pt", device="cpu") as file:
-            yield file
+        yield
     except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
         raise LensFormatError(f"{path} is no state of a fit that can be read: {error}") from error
 
 
-def _about(file: Any) -> dict[str, Any]:
+def _about(metadata: dict[str, str] | None) -> dict[str, Any]:
     """What the file says of itself."""
-    about = read_json((file.metadata() or {})["about"])
+    about = read_json((metadata or {})["about"])
     if about["format"] != "resid_patching.fit_state":
         raise ValueError(f"it is of the format {about['format']!r}")
     if about["version"] not in (1, FORMAT_VERSION):

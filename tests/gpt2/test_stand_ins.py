@@ -67,7 +67,11 @@ def test_slm4096(name, shared_dir):
     check(SLM4096, shared_dir / "data/models/slm4096", zoo.BACKENDS[0], torch.float64, name)
 
 
-ONE_EACH = {entry.measurement: name for name, entry in ENTRIES.items()}
+# The first entry of each measurement. SmolLM2 has no biases of the unembedding to rank.
+ONE_EACH: dict[str, str] = {}
+for _name, _entry in ENTRIES.items():
+    if _name != "b_U_top20":
+        ONE_EACH.setdefault(_entry.measurement, _name)
 
 
 @pytest.mark.real
