@@ -90,7 +90,7 @@ class Browser:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def wait(self, condition: str, seconds: float = 30) -> None:
+    def wait(self, condition: str, seconds: float = 120) -> None:
         """Waits until an expression is true."""
         end = time.monotonic() + seconds
         while not self.run(condition):
