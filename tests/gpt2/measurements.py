@@ -113,7 +113,7 @@ def probability(on: Subject, prompt: str, token: str) -> float:
 @measurement
 def unembedding_bias(on: Subject, token: str) -> float:
     """A token's bias."""
-    return float(on.view.b_U[single_token(on.view, token)])
+    return float(on.view.b_U[single_token(on.view, token)].detach())
 
 
 @measurement
@@ -298,9 +298,10 @@ def attention_and_projection(
 def attention_on_stripe(on: Subject, tokens: list[list[int]], offset: int) -> list[list[float]]:
     """Each head's mean attention to the token `offset` places back [layer][head]."""
     run = on.run(torch.tensor(tokens))
+    patterns = [HeadNode(layer, 0, "pattern") for layer in range(on.view.n_layers)]
+    run.fetch_all(patterns)
     found = []
-    for layer in range(on.view.n_layers):
-        pattern = run.fetch(HeadNode(layer, 0, "pattern"))
+    for pattern in map(run.fetch, patterns):
         stripe = pattern.diagonal(-offset, dim1=-2, dim2=-1)
         found.append(stripe.mean((0, 2)).tolist())
     return found

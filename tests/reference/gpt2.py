@@ -46,6 +46,7 @@ class Plain:
         self.b_U = torch.zeros(len(embedding), dtype=torch.float64)
         if folded:
             self.fold()
+        self.mean_column = self.W_U.mean(1)
 
     def fold(self) -> None:
         """Moves value biases into output biases, the last gain into W_U; centres writes and W_U."""
@@ -202,7 +203,7 @@ class Plain:
 
     def score(self, write: Tensor, sigma: Tensor, answer: int, foil: int | None) -> Tensor:
         """Return what writes [..., d_model] add to logit[answer] - logit[foil]."""
-        other = self.W_U.mean(1) if foil is None else self.W_U[:, foil]
+        other = self.mean_column if foil is None else self.W_U[:, foil]
         direction = self.W_U[:, answer] - other
         if not self.is_llama:
             write = write - write.mean(-1, keepdim=True)
