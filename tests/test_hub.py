@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import zoo
@@ -46,7 +45,7 @@ def load_in_a_child(home, name, *backends, endpoint="http://127.0.0.1:9"):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CHILD, name, *backends],
         env=environment,
-        cwd=Path(__file__).parent,
+        cwd=home,  # where no folder has the model's name
         capture_output=True,
         text=True,
         timeout=300,
