@@ -440,7 +440,7 @@ def test_a_fit_on_a_full_disk_leaves_nothing_half_written(
 def test_outputs_that_cannot_be_written_are_refused_before_anything_runs(
     capsys, tmp_path, monkeypatch, argv_of, name
 ):
-    monkeypatch.setattr(frame, "load_model", lambda _: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded"))
     closed, kept = tmp_path / "closed", tmp_path / "kept.json"
     closed.mkdir()
     kept.write_text("old", encoding="utf-8")
