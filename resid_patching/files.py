@@ -15,6 +15,11 @@ def checksum(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
+def as_json(body: dict[str, Any]) -> dict[str, Any]:
+    """What a body is after being written as JSON and read again."""
+    return json.loads(json.dumps(body))
+
+
 def read_json(text: str) -> Any:
     """What a JSON text says.
 

@@ -30,7 +30,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from resid_patching.errors import ResultFormatError, SweepMismatchError
-from resid_patching.files import checksum, read_json
+from resid_patching.files import as_json, checksum, read_json
 
 FORMAT, VERSION = "resid_patching.rows", 1
 _BEGIN = json.dumps({"format": FORMAT})[:-1].encode()
@@ -181,11 +181,6 @@ class RowFile:
         part = int(head["part"])
         self._identities[part], self._rows[part] = dict(head["identity"]), []
         self._marks[checksum(head)[:16]] = part
-
-
-def as_json(identity: dict[str, Any]) -> dict[str, Any]:
-    """An identity as it is after being written and read."""
-    return json.loads(json.dumps(identity))
 
 
 def differences(left: dict[str, Any], right: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

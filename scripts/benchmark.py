@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 from bench import common, growth, lenses, routes, startup, streams, sweeps  # noqa: E402
+from marks import put_between  # noqa: E402
 
 CASES: dict[str, Callable[[Any], Iterator[common.Case]]] = {
     "capture": streams.captures,
@@ -266,17 +267,12 @@ def write_page(path: Path, backend: str, found: dict[str, Any]) -> None:
     Raises:
         SystemExit: the page has no such marks.
     """
-    start, end = f"<!-- {backend}: measured -->", f"<!-- {backend}: end -->"
-    before, opened, rest = path.read_text(encoding="utf-8").partition(start)
-    _, closed, after = rest.partition(end)
-    if not (opened and closed):
-        raise SystemExit(f"{path} has no lines {start} and {end}")
     data = path.with_suffix(".json")
     kept = json.loads(data.read_text(encoding="utf-8")) if data.exists() else {}
     kept[backend] = merged(kept.get(backend, {}), found)
+    start, end = f"<!-- {backend}: measured -->", f"<!-- {backend}: end -->"
+    put_between(path, start, end, as_markdown(kept[backend]))
     data.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    text = as_markdown(kept[backend])
-    path.write_text(f"{before}{start}\n\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

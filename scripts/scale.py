@@ -26,6 +26,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from marks import put_between  # noqa: E402
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -484,21 +486,7 @@ def main() -> None:
     for name, text in found.items():
         print(text)
         if arguments.write:
-            put_between_marks(Path(arguments.write), name, text)
-
-
-def put_between_marks(path: Path, name: str, text: str) -> None:
-    """Replaces what stands between two marks of a Markdown file.
-
-    Raises:
-        SystemExit: the file has no such marks.
-    """
-    start, end = f"<!-- {name} -->", f"<!-- {name}: end -->"
-    before, found, rest = path.read_text(encoding="utf-8").partition(start)
-    _, closed, after = rest.partition(end)
-    if not (found and closed):
-        raise SystemExit(f"{path} has no lines {start} and {end}")
-    path.write_text(f"{before}{start}\n\n{text}\n{end}{after}", encoding="utf-8")
+            put_between(Path(arguments.write), f"<!-- {name} -->", f"<!-- {name}: end -->", text)
 
 
 if __name__ == "__main__":

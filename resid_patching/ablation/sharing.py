@@ -29,13 +29,14 @@ from resid_patching.errors import (
     SweepMismatchError,
     UnequalProcessesError,
 )
+from resid_patching.files import as_json
 from resid_patching.metrics import Metric
 from resid_patching.models import Memory, ModelView
 from resid_patching.processes import Team
 from resid_patching.prompts import PositionIndex
 from resid_patching.rerun import Piece, Reading, Route, Share
 from resid_patching.result import Provenance
-from resid_patching.rows import Row, RowFile, as_json, differences
+from resid_patching.rows import Row, RowFile, differences
 from resid_patching.run import Run
 
 Cell = tuple[int, int, int]

@@ -86,6 +86,7 @@ def run_guarded(
             return stop.code if isinstance(stop.code, int) else UNEXPECTED
         if command is None:
             return 0
+        _require_file_names(arguments)
         _require_inputs_kept(arguments)
         with _quiet_libraries(debug), _ended_by_launcher():
             command.run(arguments)
@@ -287,12 +288,17 @@ def _is_special(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
-def _require_inputs_kept(arguments: argparse.Namespace) -> None:
-    """Refuses names that no file has, and to write a result over a file that the command reads."""
+def _require_file_names(arguments: argparse.Namespace) -> None:
+    """Refuses names that no file has."""
     flags = vars(arguments)
     for name in (*_INPUT_FILES, *_OUTPUT_FILES, "model", "lens", "out"):
         if isinstance(path := flags.get(name), str) and "\0" in path:
             raise UsageError(f"--{name} {path!r} holds a NUL character; no file has such a name")
+
+
+def _require_inputs_kept(arguments: argparse.Namespace) -> None:
+    """Refuses to write a result over a file that the command reads."""
+    flags = vars(arguments)
     read = {
         os.path.realpath(path): name
         for name in _INPUT_FILES

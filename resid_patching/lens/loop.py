@@ -172,6 +172,7 @@ def take_step(
         teachers.append(Teacher.of(unembedding, window.logits))
     part = Part(Team(), 0, sum(map(len, teachers))) if part is None else part
     buffer = unembedding.buffer(min(unembedding.block_rows, plan.step_tokens))
+    like = {"dtype": torch.float64, "device": float64_home(unembedding.device)}
     kls = []
     for number, layer in enumerate(layers):
         if layer.stopped:
@@ -179,7 +180,6 @@ def take_step(
             continue
         generator = draw(plan.seed, step, number + 1)
         drawn = torch.randperm(part.total, generator=generator, device="cpu")[: plan.step_tokens]
-        like = {"dtype": torch.float64, "device": float64_home(layer.weight.device)}
         sums = [torch.zeros(shape, **like) for shape in (layer.weight.shape, layer.bias.shape, ())]
         first = part.first
         for window, teacher in zip(found, teachers, strict=True):

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from resid_patching.errors import LensFormatError, LensMismatchError
-from resid_patching.files import checksum, read_json, write_bytes
+from resid_patching.files import as_json, checksum, read_json, write_bytes
 from resid_patching.lens.fingerprint import hash_tensors
 from resid_patching.lens.loop import Layer
 
@@ -199,7 +199,7 @@ def require_same(folder: Path, about: dict[str, Any], identity: dict[str, Any]) 
     Raises:
         LensMismatchError: of one with other settings, data or of another model.
     """
-    theirs, ours = about["identity"], json.loads(json.dumps(identity))
+    theirs, ours = about["identity"], as_json(identity)
     for name, left, right in differences(theirs, ours):
         raise LensMismatchError(
             f"{folder / STATE} is of a fit with {name} = {left!r}, but this one has {right!r}. Use "

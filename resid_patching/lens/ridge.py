@@ -103,8 +103,9 @@ class Statistics:
         mean_x = team.sum(self.total * self.mean_x) / total
         mean_y = team.sum(self.total * self.mean_y) / total
         shift_x, shift_y = self.mean_x - mean_x, self.mean_y - mean_y
-        self.xx += self.total * torch.einsum("lm,ln->lmn", shift_x, shift_x)
-        self.xy += self.total * torch.einsum("lm,n->lmn", shift_x, shift_y)
+        for layer, x in enumerate(shift_x):  # one at a time: all squares at once are large
+            self.xx[layer] += self.total * torch.outer(x, x)
+            self.xy[layer] += self.total * torch.outer(x, shift_y)
         team.sum(self.xx)
         team.sum(self.xy)
         self.total, self.mean_x, self.mean_y = total, mean_x, mean_y

@@ -283,14 +283,17 @@ class ModelView:
 
     def W_out(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
         """The output projection of a layer's neurons."""
+        return self._W_out(layer).to(self.device)
+
+    def _W_out(self, layer: int) -> Tensor:
         weight = self._block_weight(layer, "mlp", "W_out")
         if weight is None or weight.ndim != 2:
             raise AddressError(f"layer {layer} of {self.name} has no single W_out")
-        return weight.to(self.device)
+        return weight
 
     def n_neurons(self, layer: int) -> int:
         """Neurons of a layer's MLP; 0 where there is none."""
-        return 0 if self.attn_only else self.W_out(layer).shape[0]
+        return 0 if self.attn_only else self._W_out(layer).shape[0]
 
     def b_out(self, layer: int) -> Float[Tensor, " d_model"]:
         """The output bias of an MLP; zeros where the model has none."""
