@@ -41,6 +41,7 @@ CASES: dict[str, Callable[[Any], Iterator[common.Case]]] = {
     "attribution": streams.attributions,
     "lens": lenses.reading,
     "sweeps": sweeps.ablations,
+    "long-sweeps": sweeps.long_ablations,
     "patching": sweeps.activation_patching,
     "paths": routes.paths,
     "fitting": lenses.fitting,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from bench.common import (
 from resid_patching.address import MLP, Attn, Head, Stream, hook_name
 
 METRIC = rp.logit_diff(ANSWER, FOIL)
-SOME, FEW = 24, 6  # targets that the peer is timed on; and both sides, on a long prompt
+SOME, FEW = 24, 6  # targets that the peer is timed on, on short prompts and on a long one
 
 
 def sweep_targets(model: Any) -> list[Any]:
@@ -35,57 +36,42 @@ def sweep_targets(model: Any) -> list[Any]:
 
 def ablations(model: Any) -> Cases:
     """Zero and mean sweeps of every head and layer, at all positions and at the last."""
-    targets = sweep_targets(model)
-    for prompts, length in ((PROMPTS, LENGTH), (1, 512)):
-        tokens = ids(prompts, length)
-        run = rp.capture(model, tokens)
-        reference = rp.capture(model, ids(prompts, length, seed=3))
-        kinds = {"zero": rp.Zero()}
-        if length == LENGTH:
-            kinds["mean"] = rp.Mean(reference, over=("batch",))
-        for name, kind in kinds.items():
-            for position in (None, -1):
-                swept = targets if length == LENGTH else _some(targets, FEW)
-                yield _ablation(model, tokens, run, swept, name, kind, position)
+    reference = rp.capture(model, ids(PROMPTS, LENGTH, seed=3))
+    kinds = {"zero": rp.Zero(), "mean": rp.Mean(reference, over=("batch",))}
+    for name, kind in kinds.items():
+        yield from _sweeps(model, ids(PROMPTS, LENGTH), name, kind, SOME)
 
 
-def _some(targets: Sequence[Any], n: int) -> list[Any]:
-    return list(targets[:: max(1, len(targets) // n)])
+def long_ablations(model: Any) -> Cases:
+    """The zero sweep of one long prompt."""
+    yield from _sweeps(model, ids(1, 512), "zero", rp.Zero(), FEW)
 
 
-def _ablation(
-    model: Any,
-    tokens: Tensor,
-    run: rp.Run,
-    targets: Sequence[Any],
-    name: str,
-    kind: Any,
-    position: int | None,
-) -> Case:
+def _sweeps(model: Any, tokens: Tensor, name: str, kind: Any, n_timed: int) -> Cases:
+    targets, run = sweep_targets(model), rp.capture(model, tokens)
+    peers = targets[:: len(targets) // n_timed]
     prompts, length = tokens.shape
-    peers = _some(targets, SOME)
+    # The peer's clean pass is made beforehand: what is timed of it can be scaled.
+    with torch.no_grad():
+        baseline = logit_difference(model(tokens))
+    means = _means(model, kind) if name == "mean" else {}
+    for position in (None, -1):
+        rows = tokens.numel() if position is None else prompts
+        keys = (length + 1) / 2 if position is None else length
+        where = "all positions" if position is None else "last position"
+        yield Case(
+            f"{name} sweep of {len(targets)} targets, {where}, {prompts} x {length}",
+            functools.partial(_total, run, targets, kind, position),
+            f"run_with_hooks, {len(peers)} timed and scaled",
+            functools.partial(by_hooks, model, tokens, peers, position, means, baseline),
+            share=len(peers) / len(targets),
+            pick=lambda values: values[[targets.index(target) for target in peers]],
+            flops=sum(_rest_of(target, rows, keys, prompts) for target in targets),
+        )
 
-    def ours() -> Tensor:
-        return rp.ablate(run, targets, kind, metric=METRIC, positions=position).total
 
-    def theirs() -> Tensor:
-        means = _means(model, kind) if name == "mean" else {}
-        return by_hooks(model, tokens, peers, position, means)
-
-    rows = tokens.numel() if position is None else prompts
-    keys = (length + 1) / 2 if position is None else length
-    flops = sum(_rest_of(target, rows, keys, prompts) for target in targets)
-    where = "all positions" if position is None else "last position"
-    timed = "" if len(peers) == len(targets) else f", {len(peers)} timed and scaled"
-    return Case(
-        f"{name} sweep of {len(targets)} targets, {where}, {prompts} x {length}",
-        ours,
-        f"run_with_hooks{timed}",
-        theirs,
-        share=len(peers) / len(targets),
-        pick=lambda values: values[[targets.index(target) for target in peers]],
-        flops=flops,
-    )
+def _total(run: rp.Run, targets: Sequence[Any], kind: Any, position: int | None) -> Tensor:
+    return rp.ablate(run, targets, kind, metric=METRIC, positions=position).total
 
 
 def _rest_of(target: Any, rows: int, keys: float, read: int) -> float:
@@ -108,10 +94,10 @@ def by_hooks(
     targets: Sequence[Any],
     position: int | None,
     means: dict[str, Tensor],
+    baseline: Tensor,
 ) -> Tensor:
     """The same sweep, one `run_with_hooks` a target: effects [target, prompt]."""
     with torch.no_grad():
-        baseline = logit_difference(model(tokens))
         effects = []
         for target in targets:
             name = hook_name(target)
