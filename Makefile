@@ -38,7 +38,7 @@ test-real: $(STAMP) ## prepare SmolLM2-135M, then the tests that need it
 	$(BIN)/python scripts/prepare_smollm2.py
 	RESID_PATCHING_REQUIRE_REAL=1 OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m pytest -m real
 
-test-gpt2: $(STAMP) ## the check-list of GPT-2 small (RESID_PATCHING_GPT2=FOLDER, or a hub cache)
+test-gpt2: $(STAMP) ## the check-list of GPT-2 small (RESID_PATCHING_GPT2=FOLDER or gpt2, or the hub's cache)
 	$(BIN)/python -m pytest -m gpt2
 
 bench: ## time it beside TransformerLens 3.9 and 4, on an idle machine: docs/performance.md

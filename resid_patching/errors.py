@@ -6,6 +6,9 @@ either. Messages say what was asked, what was found and what to do.
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class ResidPatchingError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -48,7 +51,7 @@ class NeuronMismatchError(UnsupportedModelError):
 
 
 class NotFiniteError(UnsupportedModelError):
-    """Weights that are NaN or infinite."""
+    """Weights, or states on the prompts given, that are NaN or infinite."""
 
 
 class TrainingModeError(ResidPatchingError, RuntimeError):
@@ -161,3 +164,25 @@ class SmallDenominatorWarning(ResidPatchingWarning):
 
 class PathWarning(ResidPatchingWarning):
     """Readers of which one overrides what the others pass on."""
+
+
+# This package, and what stands between its functions and their callers.
+_OURS = ("resid_patching", "contextlib", "torch", "jaxtyping", "beartype")
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warns at the caller's own line, however many frames lie between.
+
+    Args:
+        message: what was seen and what to do.
+        category: one of the warnings above.
+    """
+    level, frame = 1, sys._getframe()
+    while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _is_ours(module: str) -> bool:
+    """Whether a module is of this package, or wraps its functions."""
+    return module.partition(".")[0] in _OURS

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -20,17 +19,24 @@ from torch import Tensor
 
 from resid_patching.errors import (
     AnswerWarning,
-    BosWarning,
     PaddingWarning,
     PositionError,
     PromptError,
     TokenError,
+    warn,
 )
 from resid_patching.models import ModelView, as_view, take
+from resid_patching.tokens import (
+    Token,
+    bos_id,
+    single_token,
+    token_ids,
+    token_text,
+    tokenize,
+)
 
 PromptLike: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 Positions: TypeAlias = int | Sequence[int] | Tensor | None
-Token: TypeAlias = str | int
 Tokens: TypeAlias = Token | Sequence[Token] | Tensor
 
 
@@ -230,7 +236,7 @@ def windows(
             f"windows of {length} tokens were asked for, but the context of {view.name} is "
             f"{view.n_ctx} tokens"
         )
-    ids = _tokenize(view, text, prepend_bos)
+    ids = tokenize(view, text, prepend_bos)
     bos = bos_id(view)
     lead = [bos] if bos is not None and ids[:1] == [bos] else []
     body = ids[len(lead) :]
@@ -241,41 +247,6 @@ def windows(
     rows = [row for row in rows if len(row) > 1] or rows
     rows = rows[:limit]
     return _assemble(view, rows, [None] * len(rows), [0] * len(rows))
-
-
-def single_token(view: ModelView, token: Token, what: str = "answer") -> int:
-    """The id of an answer or foil.
-
-    Args:
-        view: the model.
-        token: an id, or a text that is one token.
-        what: how messages call it.
-
-    Raises:
-        TokenError: not one token (the pieces are listed), or an id outside the vocabulary.
-    """
-    n_out = view.W_U.shape[1]
-    if isinstance(token, Tensor) and token.ndim == 0 and not token.is_floating_point():
-        token = int(token)
-    if isinstance(token, int) and not isinstance(token, bool):
-        if not 0 <= token < n_out:
-            raise TokenError(
-                f"{what} id {token} is outside the vocabulary of {n_out} tokens of {view.name}"
-            )
-        return token
-    if not isinstance(token, str):
-        raise TokenError(f"the {what} is a text or a token id, got {token!r}")
-    _require_unicode(token, TokenError)
-    ids = token_ids(view, token)
-    if len(ids) == 1:
-        return ids[0]
-    pieces = ", ".join(f"{token_text(view.tokenizer, i)!r} ({i})" for i in ids) or "nothing"
-    spaced = not token.startswith(" ") and len(token_ids(view, " " + token)) == 1
-    hint = f" Did you mean {' ' + token!r}?" if spaced else ""
-    raise TokenError(
-        f"the {what} {token!r} is {len(ids)} tokens of {view.name}, not one: {pieces}.{hint} "
-        "Give one token, for instance the first piece that tells the answers apart."
-    )
 
 
 def tokens_for(view: ModelView, prompts: Prompts, tokens: Tokens, what: str) -> list[int]:
@@ -315,72 +286,11 @@ def _warn_missing_space(view: ModelView, token: Token, prompt: str | None, what:
         return
     bare, spaced = token_ids(view, token), token_ids(view, " " + token)
     if len(bare) == 1 and len(spaced) == 1 and bare != spaced:
-        warnings.warn(
+        warn(
             f"the {what} {token!r} is token {bare[0]}; with its leading space, {' ' + token!r} "
             f"is token {spaced[0]}, which is what usually follows this prompt",
             AnswerWarning,
-            stacklevel=4,
         )
-
-
-def token_ids(view: ModelView, text: str) -> list[int]:
-    """The ids of a text in the middle of a sentence: nothing is put before or behind it."""
-    tokenizer = _require_tokenizer(view)
-    _require_unicode(text, PromptError)
-    piece = text.replace(" ", "\N{LOWER ONE EIGHTH BLOCK}")
-    if piece != text and (found := tokenizer.get_vocab().get(piece)) is not None:
-        return [found]
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if len(ids) > 1 and (found := tokenizer.get_vocab().get(text)) is not None:
-        # SentencePiece puts a space before every text; this names the inside of a word.
-        return [found] if token_text(tokenizer, found) == text else ids
-    return ids
-
-
-def _require_unicode(text: str, error: type[PromptError | TokenError]) -> None:
-    """Refuses text that no tokenizer can read: halves of characters, left by a wrong decoding."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as problem:
-        raise error(
-            f"{text[: problem.end][-20:]!r} ends in half a character (a surrogate), which no "
-            "tokenizer reads; decode the text as UTF-8"
-        ) from None
-
-
-def token_text(tokenizer: Any | None, token: int) -> str:
-    """One token as text; bytes that are no whole character are shown as escapes."""
-    if tokenizer is None:
-        return str(token)
-    piece = tokenizer.convert_ids_to_tokens(token)
-    if piece is None:
-        return f"<{token}>"
-    if isinstance(piece, bytes):
-        return piece.decode("utf-8", "backslashreplace")
-    if "\N{LOWER ONE EIGHTH BLOCK}" in piece:
-        return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
-    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
-    if "\N{REPLACEMENT CHARACTER}" not in text:
-        return text
-    table = _byte_of_character()
-    if all(character in table for character in piece):
-        raw = bytes(table[character] for character in piece)
-        return raw.decode("utf-8", "backslashreplace")
-    return piece
-
-
-def _byte_of_character() -> dict[str, int]:
-    """The printable stand-ins that byte-level tokenizers use for bytes, reversed."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    table = {chr(byte): byte for byte in shown}
-    return table | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
-def _require_tokenizer(view: ModelView) -> Any:
-    if view.tokenizer is None:
-        raise PromptError(f"{view.name} has no tokenizer; give token ids instead of text")
-    return view.tokenizer
 
 
 def _rows_of_sequence(
@@ -396,7 +306,7 @@ def _rows_of_sequence(
     if not prompts:
         raise PromptError("no prompts were given; give at least one")
     if all(isinstance(prompt, str) for prompt in prompts):
-        return list(prompts), [_tokenize(view, prompt, prepend_bos) for prompt in prompts]
+        return list(prompts), [tokenize(view, prompt, prepend_bos) for prompt in prompts]
     if all(isinstance(token, int) and not isinstance(token, bool) for token in prompts):
         prompts = [prompts]
     rows = []
@@ -407,68 +317,6 @@ def _rows_of_sequence(
             raise PromptError("prompts are all texts or all rows of token ids, not a mixture")
         rows.append([int(token) for token in row])
     return [None] * len(rows), rows
-
-
-def bos_id(view: ModelView) -> int | None:
-    """The beginning-of-sequence token's id, or None where the tokenizer has no such one token.
-
-    TransformerLens puts `<|endoftext|>` in for tokenizers without one, even where the vocabulary
-    does not hold it and would cut it into letters.
-    """
-    text = getattr(view.tokenizer, "bos_token", None)
-    if view.tokenizer is None or not text:
-        return None
-    ids = view.tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids[0] if len(ids) == 1 and ids[0] < view.d_vocab else None
-
-
-def puts_bos(view: ModelView, prepend_bos: bool | None) -> bool:
-    """Whether texts get the beginning-of-sequence token; None asks the model's own setting."""
-    possible = bos_id(view) is not None
-    if prepend_bos and not possible:
-        raise PromptError(
-            f"prepend_bos=True was asked for, but the tokenizer of {view.name} has no "
-            "beginning-of-sequence token; leave it out"
-        )
-    default = bool(getattr(view.cfg, "default_prepend_bos", True)) and possible
-    return default if prepend_bos is None else prepend_bos
-
-
-def _tokenize(view: ModelView, text: str, prepend_bos: bool | None) -> list[int]:
-    """Ids as the model's own `to_tokens` gives them, with the BOS once and never cut short."""
-    _require_unicode(text, PromptError)
-    tokenizer = _require_tokenizer(view)
-    wanted = puts_bos(view, prepend_bos)
-    bos, bos_text = bos_id(view), tokenizer.bos_token or ""
-    # TransformerLens has every tokenizer put a BOS; a model that was trained with one has a token
-    # for it that is not also its end of text.
-    puts_own = getattr(view.cfg, "tokenizer_prepends_bos", False)
-    if prepend_bos is False and puts_own and bos not in (None, tokenizer.eos_token_id):
-        warnings.warn(
-            f"{view.name} has a beginning-of-sequence token, {bos_text!r}, and prepend_bos=False "
-            "leaves it out; some models are far worse without it",
-            BosWarning,
-            stacklevel=4,
-        )
-    opens_with_bos = bos is not None and text.startswith(bos_text)
-    if wanted and opens_with_bos:
-        text = text[len(bos_text) :]
-    if not text:
-        return _only_bos(view, wanted or opens_with_bos, bos)
-    ids = view.model.to_tokens(text, prepend_bos=wanted, truncate=False)[0].tolist()
-    if wanted and bos is not None:
-        while len(ids) > 1 and ids[0] == ids[1] == bos and not text.startswith(bos_text):
-            ids = ids[1:]
-    return ids
-
-
-def _only_bos(view: ModelView, wanted: bool, bos: int | None) -> list[int]:
-    if wanted and bos is not None:
-        return [bos]
-    raise PromptError(
-        f"the prompt is empty, and without a beginning-of-sequence token there is nothing for "
-        f"{view.name} to read; give a text, or prepend_bos=True"
-    )
 
 
 def _rows_of_tensor(
@@ -515,11 +363,10 @@ def _guess_mask(view: ModelView, tokens: Tensor) -> Tensor:
         run = is_pad.flip(1).long().cumprod(1).bool().flip(1)
     if run.any():
         rows = int(run.any(1).sum())
-        warnings.warn(
+        warn(
             f"{int(run.sum())} pad tokens in {rows} of {len(tokens)} rows are left out; pass "
             "mask= to say which tokens are real",
             PaddingWarning,
-            stacklevel=5,
         )
     return everything & ~run
 

@@ -33,12 +33,12 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 from resid_patching.cli.frame import (  # noqa: E402
     Parser,
     add_model_flags,
-    console,
-    count,
     load_model,
     require_writable,
     run_guarded,
 )
+from resid_patching.cli.inputs import count  # noqa: E402
+from resid_patching.cli.screen import console  # noqa: E402
 
 if TYPE_CHECKING:
     from ioi_study import Study

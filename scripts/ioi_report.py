@@ -10,15 +10,8 @@ from typing import TYPE_CHECKING, Any
 import resid_patching as rp
 from resid_patching.address import MLP, Head
 from resid_patching.cli.effects import print_cells
-from resid_patching.cli.frame import (
-    bar,
-    fancy,
-    new_table,
-    print_line,
-    print_model,
-    printable,
-    quoted,
-)
+from resid_patching.cli.screen import bar, fancy, new_table, print_line, print_model, quoted
+from resid_patching.markup import printable
 
 if TYPE_CHECKING:
     from ioi_study import Study

@@ -116,6 +116,7 @@ def bases(ground: Path) -> list[list[str]]:
         ["dla", *model, "--prompts", lines],
         ["ablate", "zero", "attn.1", "0.2", *model, *prompt, *ANSWERS],
         ["ablate", "zero", "--sweep", "heads", *model, *prompt, *ANSWERS],
+        ["ablate", "zero", "--sweep", "streams", "--positions", "each", *model, *prompt, *ANSWERS],
         ["ablate", "zero", "mlp.0", *model, "--text", text, "--length", "16", "--limit", "2"],
         ["ablate", "mean", "1.2", *model, *prompt, *ANSWERS, "--reference", lines, "--over",
          "batch,pos"],

@@ -3,7 +3,11 @@
 import os
 import signal
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # tests never touch the network; read when a hub client loads
+from gpt2 import source
+
+# Read when a hub client loads. Nothing is downloaded unless GPT-2 is asked for from the hub.
+if not source.is_hub_name(os.environ.get(source.VARIABLE)):
+    os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # The models here are tiny: a second thread costs more in waiting than it computes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,17 +38,15 @@ SMOLLM2 = _folder("RESID_PATCHING_SMOLLM2", REPOSITORY / ".cache" / "smollm2-135
 
 
 @cache
-def _gpt2() -> str | None:
-    """Return what to load GPT-2 small from: a folder, its hub name if cached, or None."""
-    folder = os.environ.get("RESID_PATCHING_GPT2")
-    if folder:
-        return folder if (Path(folder) / "config.json").is_file() else None
+def _gpt2() -> tuple[str | None, str | None]:
+    """Return what to load GPT-2 small from, or None and why there is nothing."""
     from huggingface_hub import try_to_load_from_cache
 
-    for name in ("gpt2", "openai-community/gpt2"):
-        if isinstance(try_to_load_from_cache(name, "model.safetensors"), str):
-            return name
-    return None
+    is_cached = {
+        name: isinstance(try_to_load_from_cache(name, "model.safetensors"), str)
+        for name in source.HUB_NAMES
+    }
+    return source.find(os.environ.get(source.VARIABLE), is_cached)
 
 
 def _missing(marker: str) -> str | None:
@@ -53,8 +55,8 @@ def _missing(marker: str) -> str | None:
         return f"no test data at {SHARED} (set RESID_PATCHING_SHARED)"
     if marker == "real" and not (SMOLLM2 / "model.safetensors").is_file():
         return f"no SmolLM2-135M at {SMOLLM2} (python scripts/prepare_smollm2.py)"
-    if marker == "gpt2" and _gpt2() is None:
-        return "no GPT-2 small: neither RESID_PATCHING_GPT2 nor a local hub cache has it"
+    if marker == "gpt2":
+        return _gpt2()[1]
     if marker == "gpu" and not torch.accelerator.is_available():
         return "no accelerator that torch can use (cuda, mps, xpu)"
     if marker == "browser" and browser.CHROMIUM is None:
@@ -98,6 +100,6 @@ def smollm2_dir() -> Path:
 @pytest.fixture(scope="session")
 def gpt2_source() -> str:
     """What to load GPT-2 small from; for tests marked `gpt2`."""
-    source = _gpt2()
-    assert source is not None, "a test that uses gpt2_source must be marked gpt2"
-    return source
+    found, why = _gpt2()
+    assert found is not None, why  # a test that uses gpt2_source must be marked gpt2
+    return found

@@ -1,7 +1,8 @@
 """One of the processes of tests/test_sweeps.py, and the sweeps that it shares with the others.
 
 torchrun --nproc-per-node 2 sweep_worker.py FOLDER MODEL: it writes what it found to FOLDER, and at
-last the second process is killed in the middle of a sweep whose rows are kept.
+last the second process is killed in the middle of a sweep whose rows are kept. With `commands`
+behind these words it runs the commands alone.
 """
 
 import contextlib
@@ -130,6 +131,25 @@ class Counted(sharing.Shared):
             yield row
 
 
+def commands(folder: Path, model: str) -> dict[str, object]:
+    """Sweep by a script and by a command; what each ends with, and how much is printed."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        sys.argv = ["ablate.py", *ablate_line(folder, model, "script")]
+        script = None
+        try:
+            runpy.run_path(str(REPOSITORY / "scripts" / "ablate.py"), run_name="__main__")
+        except SystemExit as stop:
+            script = stop.code
+        paths = main(["path-patch", *path_line(folder, model, "path-patch")])
+    return {"script": script, "paths": paths, "printed": len(out.getvalue())}
+
+
+def told_of(folder: Path) -> Path:
+    """Return the file in which this process tells what it found."""
+    return folder / f"told.{os.environ['RANK']}.json"
+
+
 def work(folder: Path, model: str) -> int:
     """Find all sweeps, write them, and at last lose a process."""
     team = rp.team()
@@ -147,16 +167,8 @@ def work(folder: Path, model: str) -> int:
         rp.ablate(run, ["0.0"], rp.Zero(), metric=METRIC, team=team)
     except rp.ResidPatchingError as error:
         told["unequal"] = f"{type(error).__name__}: {error}"
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        sys.argv = ["ablate.py", *ablate_line(folder, model, "script")]
-        try:
-            runpy.run_path(str(REPOSITORY / "scripts" / "ablate.py"), run_name="__main__")
-        except SystemExit as stop:
-            told["script"] = stop.code
-        told["paths"] = main(["path-patch", *path_line(folder, model, "path-patch")])
-    told["printed"] = len(out.getvalue())
-    (folder / f"told.{team.rank}.json").write_text(json.dumps(told))
+    told |= commands(folder, model)
+    told_of(folder).write_text(json.dumps(told))
 
     def end_the_second(self, *_):
         return lambda n: os.kill(os.getpid(), signal.SIGKILL) if team.rank == 1 else None
@@ -166,4 +178,8 @@ def work(folder: Path, model: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(work(Path(sys.argv[1]), sys.argv[2]))
+    where, source, *only = sys.argv[1:]
+    if only:
+        told_of(Path(where)).write_text(json.dumps(commands(Path(where), source)))
+    else:
+        sys.exit(work(Path(where), source))

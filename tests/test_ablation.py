@@ -35,6 +35,7 @@ from resid_patching.errors import (
     AddressError,
     HookNotFiredError,
     NeuronMismatchError,
+    NotFiniteError,
     PositionError,
     PromptError,
     ResultFormatError,
@@ -587,6 +588,7 @@ def test_pairing_by_row_needs_as_many_rows(toy):
         ("ln_final.bias", "cannot be replaced"),
         (["1.2", "L1H2"], "1.2 was given twice"),
         (["attn.1", "blocks.1.hook_attn_out"], "attn.1 was given twice"),
+        (["1.2", "1.2.z"], "1.2.z was given twice (once as 1.2)"),
     ],
     ids=str,
 )
@@ -1107,3 +1109,19 @@ def test_dropout_that_is_on_is_refused(toy):
     model.train()
     with pytest.raises(rp.ResidPatchingError, match="training mode"):
         rp.ablate(run, "1.2", rp.Zero(), metric=DIFF)
+
+
+@pytest.mark.parametrize("how", [rp.Zero(), rp.Path(to="logits", using=rp.Zero(), mlps="freeze")])
+@pytest.mark.skipif("hooked" not in zoo.BACKENDS, reason="a bridge's norm overflows before")
+def test_states_that_overflow_on_a_prompt_are_refused_by_its_number(how):
+    """In float16 the sum of two finite weights is infinite, here for one token."""
+    model = zoo.fresh("hooked", dtype=torch.float16)
+    with torch.no_grad():
+        model.embed.W_E[5, 0] = 4e4
+        model.blocks[0].mlp.b_out[0] = 4e4
+    fine, wrong = list(range(10, 20)), [*range(10, 19), 5]
+    metric = rp.logit_diff(3, 4)
+    effect = rp.ablate(rp.capture(model, [fine, wrong[:9]]), "attn.1", how, metric=metric)
+    assert effect.values.isfinite().all()
+    with pytest.raises(NotFiniteError, match="prompt 1: .* NaN or infinite in float16"):
+        rp.ablate(rp.capture(model, [fine, wrong]), "attn.1", how, metric=metric)

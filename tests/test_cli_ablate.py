@@ -94,6 +94,53 @@ def test_zero_is_the_effect_of_the_library(capsys, tmp_path, model, joint, posit
     assert ("together" in out) == joint
 
 
+@pytest.mark.parametrize("joint", [False, True])
+def test_each_position_in_turn_is_the_sweep_of_the_library(capsys, tmp_path, model, joint):
+    """One prompt is shorter: its last places are no numbers, on the screen too."""
+    page = tmp_path / "page.html"
+    flags = ["--positions", "each", "--metric", "kl", "--html", str(page), *["--joint"] * joint]
+    found, out = effect_of(
+        *(capsys, tmp_path, "zero", "attn.1", "2.0", "--model", model),
+        *(*both("--prompt", [PROMPTS[0], f"{PROMPTS[0]} and {PROMPTS[0]}"]), *flags),
+    )
+    run_ = rp.capture(rp.load(model), [PROMPTS[0], f"{PROMPTS[0]} and {PROMPTS[0]}"])
+    expected = rp.ablate(
+        *(run_, ["attn.1", "2.0"], rp.Zero()), metric=rp.kl(), joint=joint, positions="each"
+    )
+    torch.testing.assert_close(found.values, expected.values, equal_nan=True)
+    assert found.axes == expected.axes
+    assert "more positions, weaker or not in every prompt (--top N shows more)" in out
+    means = expected.mean(expected.total)
+    target, place = divmod(int(means.nan_to_num().abs().argmax()), means.shape[1])
+    table, _, grid = out.partition("by position")
+    first = table.split("each position in turn")[1].splitlines()[3]
+    name = "attn.1 + 2.0" if joint else found.targets[target]
+    assert f"{name} at {place} " in first and f"{float(means[target, place]):+.4f}" in first
+    row = next(line for line in grid.splitlines() if line.startswith(name)).removeprefix(name)
+    assert f"{float(means[target, place]):+.3f}" in row and "n/a" not in row
+    assert f'<td class="left">{name}</td>' in page.read_text(encoding="utf-8")
+
+
+def test_the_progress_of_each_position_in_turn_reaches_its_end(model, monkeypatch):
+    totals = []
+
+    def ticker(self, run, n_variants):
+        tick = plain(self, run, n_variants)
+        totals.append([n_variants * len(run), 0])
+
+        def count(n):
+            totals[-1][1] += n * len(run)
+            tick(n)
+
+        return count
+
+    plain = Progress.ticker
+    monkeypatch.setattr(Progress, "ticker", ticker)
+    flags = ["--sweep", "streams", "--positions", "each", "--metric", "kl", "--model", model]
+    assert main(["ablate", "zero", *flags, "--prompt", PROMPTS[0]]) == 0
+    assert [(total, total) for total, _ in totals] == [tuple(found) for found in totals]
+
+
 @pytest.mark.parametrize("over", ["batch", "batch,pos"])
 def test_mean_is_the_effect_of_the_library(capsys, tmp_path, model, over):
     reference = ["the dog saw the cat", "a cat saw the dogs"]
@@ -336,6 +383,8 @@ def test_the_progress_bar_reaches_its_end_and_is_off_without_a_terminal(model):
             "position 50",
         ),
         (["zero", "0.1", "--text", "TEXT", "--length", "99999", "--model", "MODEL"], "99999"),
+        (["zero", "0.1", "--text", "TEXT", "--positions", "each"], "each goes with --prompt"),
+        (["zero", "0.1", "--prompt", "x", "--positions", "last"], "neither a position nor each"),
         (["mean", "attn.0", "--prompt", "x", "--over", "batch"], "--reference"),
         (["mean", "attn.0", "--prompt", "x", "--reference", "TEXT"], "--over"),
         (["resample", "attn.0", "--prompt", "x"], "--source"),

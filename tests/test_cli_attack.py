@@ -24,7 +24,7 @@ from rich.console import Console
 
 import resid_patching as rp
 from resid_patching import models
-from resid_patching.cli import effects, frame, main
+from resid_patching.cli import effects, main, screen
 from resid_patching.errors import NotFiniteError, PromptError, TokenError
 from resid_patching.files import write_bytes
 from resid_patching.lens import resume
@@ -184,7 +184,7 @@ def test_answers_that_are_escape_sequences_are_shown(capsys, argv_of):
         for token in NASTY_TOKENS[::2]:
             code, out, err = run(capsys, *argv_of(name), "--answer", token, "--foil", " the")
             assert code == 0 and all(c.isprintable() or c == "\n" for c in out + err)
-            assert frame.printable(token)[:11] in out
+            assert screen.printable(token)[:11] in out
 
 
 def test_names_of_files_and_models_are_shown_and_not_run(capsys, tmp_path, model, text, lens):
@@ -542,7 +542,7 @@ def test_heat_is_left_out_where_a_terminal_has_few_colours(monkeypatch):
         effects.print_cells(out, values, ["   0"], missing=".", heat=True)
         return out.file.getvalue()
 
-    monkeypatch.setattr(frame, "fancy", lambda: True)
+    monkeypatch.setattr(screen, "fancy", lambda: True)
     assert "\x1b[" in printed("256") and "\x1b[" in printed("truecolor")
     assert "\x1b[" not in printed("standard")
 

@@ -16,7 +16,7 @@ import zoo
 import zoo_lens
 
 import resid_patching as rp
-from resid_patching.cli import frame, lens_tables, main
+from resid_patching.cli import lens_tables, main, screen
 from resid_patching.lens.results import LensResult, TopTokens
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -228,9 +228,9 @@ def test_cells_are_shaded_only_where_many_colours_are_shown(monkeypatch):
     from rich.console import Console
 
     def spans(color_system, fancy, no_color=False):
-        monkeypatch.setattr(frame, "fancy", lambda: fancy)
+        monkeypatch.setattr(screen, "fancy", lambda: fancy)
         out = Console(color_system=color_system, force_terminal=True, no_color=no_color)
-        return frame.shades(out)
+        return screen.shades(out)
 
     assert spans("truecolor", True) and spans("256", True)
     assert not spans("standard", True) and not spans("truecolor", False)

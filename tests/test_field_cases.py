@@ -418,8 +418,9 @@ def test_K08_a_leading_space_means_the_right_token_of_a_sentencepiece_vocabulary
 @backends
 def test_K10_leaving_out_a_models_own_bos_warns(backend):
     model = zoo.text_model(backend, "metaspace")
-    with pytest.warns(BosWarning, match="some models are far worse without it"):
+    with pytest.warns(BosWarning, match="some models are far worse without it") as caught:
         rp.capture(model, "When Mary", prepend_bos=False)
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error", BosWarning)
         rp.capture(model, "When Mary")
@@ -434,6 +435,7 @@ def test_K12_an_answer_without_its_space_warns_with_both_ids(backend):
     with pytest.warns(AnswerWarning) as caught:
         dla = attribute(model, "3 + 5 =", "8", " the")
     text = str(caught[0].message)
+    assert caught[0].filename == __file__  # the caller's line, through decorators and all
     assert str(bare) in text and str(spaced) in text and dla.answers == (bare,)
 
 

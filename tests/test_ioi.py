@@ -218,7 +218,7 @@ def test_texts_of_prompts_are_shown_and_not_run(small):
 
 
 def test_the_terminal_gives_every_step_with_what_it_does_not_say(capsys, small):
-    from resid_patching.cli.frame import console
+    from resid_patching.cli.screen import console
 
     sections = ioi_report.sections(small, top=3)
     ioi_report.print_report(console(), small, sections, None)

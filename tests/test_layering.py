@@ -20,6 +20,7 @@ ORDER = (
     "markup",
     "address",
     "models",
+    "tokens",
     "prompts",
     "prompt_sets",
     "run",

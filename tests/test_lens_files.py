@@ -281,8 +281,9 @@ def test_its_format_goes_both_ways(backend, tmp_path):
     linear.load_state_dict({"weight": state["1.weight"], "bias": state["1.bias"]})
     x = torch.randn(4, 32, dtype=torch.float64)
     torch.testing.assert_close(x + linear(x), tuned.translate(x, "resid_pre.1"))
-    with pytest.warns(UnverifiedLensWarning, match="is unverified"):
+    with pytest.warns(UnverifiedLensWarning, match="is unverified") as caught:
         found = rp.TunedLens.load(tmp_path, model)
+    assert caught[0].filename == __file__
     assert same(found, tuned) and not found.fingerprint.verified
     run = rp.capture(model, zoo.RAGGED)
     assert torch.equal(found(run).kl.values.nan_to_num(), tuned(run).kl.values.nan_to_num())

@@ -24,7 +24,7 @@ from resid_patching.errors import (
     TrainingModeError,
     UnsupportedModelError,
 )
-from resid_patching.models import ModelView, report
+from resid_patching.models import ModelView, norm, report
 
 backends = pytest.mark.parametrize("backend", zoo.BACKENDS)
 cells = pytest.mark.parametrize("cell", zoo.MATRIX, ids=str)
@@ -148,8 +148,10 @@ def test_words_in_a_path_do_not_decide_the_architecture(backend, name, tmp_path)
 @needs_hooked
 def test_what_hooked_transformer_cannot_build_becomes_a_bridge_and_says_so(tmp_path):
     folder = zoo.save(tmp_path / "falcon", zoo.CONFIGS["falcon"]())
-    with pytest.warns(BackendWarning, match="HookedTransformer cannot build .* loaded as a"):
+    match = "HookedTransformer cannot build .* loaded as a"
+    with pytest.warns(BackendWarning, match=match) as caught:
         model = rp.load(folder)
+    assert caught[0].filename == __file__
     assert type(model).__name__ == "TransformerBridge"
     assert largest_gap(model) < 1e-4
     with pytest.raises(UnsupportedModelError, match=r"cannot build .*Use backend='bridge'"):
@@ -393,7 +395,7 @@ def test_a_stream_that_changes_between_blocks_is_refused(backend):
 @backends
 def test_a_final_norm_that_we_read_wrongly_is_refused(backend, monkeypatch):
     model = zoo.fresh(backend)
-    monkeypatch.setattr(ModelView, "_eps", lambda self, module: 0.5)
+    monkeypatch.setattr(norm, "_eps", lambda cfg, module: 0.5)
     with pytest.raises(ReadoutMismatchError, match="final norm and unembedding of the last"):
         rp.capture(model, TOKENS)
 

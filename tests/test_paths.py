@@ -606,8 +606,10 @@ def test_each_alternative_is_what_it_is_alone(toy, mlps):
 
 @backends
 def test_a_last_reader_that_overrides_the_others_is_warned_of(toy):
-    with pytest.warns(PathWarning, match="logits is written together with other readers"):
+    match = "logits is written together with other readers"
+    with pytest.warns(PathWarning, match=match) as caught:
         effect = patch(runs(toy)[0], "0.1", ["1.0.q", "logits"], rp.Zero(), "freeze")
+    assert caught[0].filename == __file__
     alone = patch(runs(toy)[0], "0.1", "logits", rp.Zero(), "freeze")
     assert_close(effect.total, alone.total)
 
@@ -846,6 +848,20 @@ def test_only_readers_of_the_model_read(toy, reader):
             to = rp.readers("logits", reader) if to == "grid" else to
             patch(run, "0.1", to, rp.Zero(), "freeze")
         assert counter.passes == 0
+
+
+@pytest.mark.parametrize(
+    ("readers", "message"),
+    [
+        (["1.2.q", "L1H2.q"], "1.2.q was given twice"),
+        (["logits", "resid_post.2"], "resid_post.2 was given twice (once as logits)"),
+    ],
+)
+@backends
+def test_readers_that_are_written_together_are_different_ones(toy, readers, message):
+    with pytest.raises(AddressError) as error:
+        patch(runs(toy)[0], "0.1", readers, rp.Zero(), "freeze")
+    assert str(error.value) == message
 
 
 def test_no_state_lies_between_parallel_sublayers():
@@ -1173,8 +1189,9 @@ def test_P12_recovery_over_a_small_denominator_warns_and_the_difference_stays(to
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert_close(effect.recovery(scores), expected)
-    with pytest.warns(SmallDenominatorWarning):
+    with pytest.warns(SmallDenominatorWarning) as caught:
         recovery = effect.recovery(effect.baseline + 0.0001)
+    assert caught[0].filename == __file__
     assert largest(recovery) > 10
     several = patch(run, ["0.1", "1.2"], rp.readers("logits", "2.1.q"), resample(source), "freeze")
     assert_close(several.recovery(several.baseline + 3.0), several.total.mean(-1) / 3)

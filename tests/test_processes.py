@@ -4,16 +4,13 @@ Each launch loads torch and TransformerLens twice, so that one makes many compar
 """
 
 import json
-import os
 import shutil
-import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
 import zoo
+from launching import ACCELERATE, TORCHRUN, launch
 
 import resid_patching as rp
 from resid_patching.cli import main
@@ -21,31 +18,7 @@ from resid_patching.errors import LostProcessError
 from resid_patching.lens import resume
 from resid_patching.processes import Team
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-BIN = Path(sys.executable).parent
-TORCHRUN = (str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2")
-ACCELERATE = (
-    *(str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2"),
-    *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
-    *("--main_process_port", "0"),
-)
-
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo and signals, as on Linux")
-
-
-def launch(*command):
-    """Exit code, stdout, stderr and seconds of two processes."""
-    began = time.monotonic()
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    return done.returncode, done.stdout, done.stderr, time.monotonic() - began
 
 
 # One process

@@ -20,7 +20,7 @@ from resid_patching.prompt_sets import (
     read_pairs,
 )
 from resid_patching.prompt_sets import indirect_objects as words
-from resid_patching.prompts import single_token, token_ids
+from resid_patching.tokens import single_token, token_ids
 
 ROLES = ("IO", "S1", "S1+1", "S2", "END")
 

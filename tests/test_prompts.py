@@ -18,7 +18,8 @@ from resid_patching.errors import (
     TokenError,
 )
 from resid_patching.models import ModelView
-from resid_patching.prompts import Prompts, single_token, token_ids, token_text
+from resid_patching.prompts import Prompts
+from resid_patching.tokens import single_token, token_ids, token_text
 
 backends = pytest.mark.parametrize("backend", zoo.BACKENDS)
 kinds = pytest.mark.parametrize("kind", ["byte_level", "byte_level_left", "metaspace"])

@@ -3,8 +3,6 @@
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import sweep_worker
 import torch
 import zoo
+from launching import ACCELERATE, TORCHRUN, launch
 from sweep_worker import FIELDS, KEPT, METRIC, SWEEPS, ablate_line, captured, path_line, sweep
 
 import resid_patching as rp
@@ -397,24 +396,16 @@ def launched(tmp_path_factory, model):
     """Two processes work all sweeps, and at last one is killed; the other's exit code and words."""
     folder = tmp_path_factory.mktemp("launched")
     sweep_worker.prompt_file(folder)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", sweep_worker.__file__, str(folder), model]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=220,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    code, _, err, _ = launch(*TORCHRUN, sweep_worker.__file__, folder, model)
     told = [json.loads((folder / f"told.{rank}.json").read_text()) for rank in range(2)]
     waited = time.time() - (folder / "told.1.json").stat().st_mtime
-    return folder, told, done, waited
+    return folder, told, code, err, waited
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", SWEEPS)
 def test_two_processes_find_what_one_finds(launched, name):
-    folder, told, _, _ = launched
+    folder, told, *_ = launched
     alone = sweep(name)
     for rank in range(2):
         found = torch.load(folder / f"{name}.{rank}.pt")
@@ -434,32 +425,53 @@ def test_processes_that_were_given_different_prompts_are_refused_in_all(launched
         assert "5 prompts" in told["unequal"] and "6 prompts" in told["unequal"]
 
 
+@pytest.fixture(scope="module")
+def accelerated(tmp_path_factory, model):
+    """Two processes that `accelerate launch` starts work the commands."""
+    folder = tmp_path_factory.mktemp("accelerated")
+    sweep_worker.prompt_file(folder)
+    code, _, err, _ = launch(*ACCELERATE, sweep_worker.__file__, folder, model, "commands")
+    assert code == 0, err[-3000:]
+    return folder, [json.loads((folder / f"told.{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def by_one(tmp_path_factory, model):
+    """The commands in one process."""
+    folder = tmp_path_factory.mktemp("by_one")
+    sweep_worker.prompt_file(folder)
+    for verb, line, name in COMMANDS:
+        assert main([verb, *line(folder, model, name)]) == 0
+    return folder
+
+
+COMMANDS = (("ablate", ablate_line, "script"), ("path-patch", path_line, "path-patch"))
+
+
 @pytest.mark.once
-def test_commands_share_their_sweeps_and_one_process_speaks(launched, tmp_path, model):
-    folder, told, _, _ = launched
+@pytest.mark.parametrize("launcher", ["launched", "accelerated"])
+def test_commands_share_their_sweeps_and_one_process_speaks(launcher, by_one, request):
+    folder, told, *_ = request.getfixturevalue(launcher)
     assert [(t["script"], t["paths"], t["printed"] > 0) for t in told] == [
         (0, 0, True),
         (0, 0, False),
     ]
-    sweep_worker.prompt_file(tmp_path)
-    lines = ((ablate_line, "ablate", "script"), (path_line, "path-patch", "path-patch"))
-    for line, verb, name in lines:
-        assert main([verb, *line(tmp_path, model, name)]) == 0
-        together, alone = ((where / f"{name}.json").read_text() for where in (folder, tmp_path))
+    for _, _, name in COMMANDS:
+        together, alone = ((where / f"{name}.json").read_text() for where in (folder, by_one))
         assert_equal(rp.Effect.from_json(together), rp.Effect.from_json(alone))
         together, alone = (
             sorted((where / f"{name}.jsonl").read_bytes().splitlines())
-            for where in (folder, tmp_path)
+            for where in (folder, by_one)
         )
         assert together == alone
 
 
 @pytest.mark.once
 def test_a_killed_process_ends_the_sweep_and_one_process_finishes_it(launched, counted, model):
-    folder, _, done, waited = launched
-    assert done.returncode != 0 and waited < 60
-    ours = [line for line in done.stderr.splitlines() if "resid-patching ablate: error:" in line]
-    assert len(ours) == 1 and "Traceback (most" not in done.stderr.split(ours[0])[0]
+    folder, _, code, err, waited = launched
+    assert code != 0 and waited < 60
+    ours = [line for line in err.splitlines() if "resid-patching ablate: error:" in line]
+    assert len(ours) == 1 and "Traceback (most" not in err.split(ours[0])[0]
     n_kept = len((folder / "killed.jsonl").read_bytes().splitlines()) - 1
     assert not (folder / "killed.json").exists()
     whole = rp.Effect.from_json((folder / "script.json").read_text())

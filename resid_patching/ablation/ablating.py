@@ -94,6 +94,7 @@ def ablate(
         AddressError: a target or reader this model does not have.
         PositionError: a prompt has no such position.
         PromptError: prompts of unequal length where a kind needs equal ones.
+        NotFiniteError: the model's own states overflow on a prompt.
         SweepMismatchError: `rows` holds rows of another sweep.
         ResultFormatError: `rows` is damaged, or no file of rows.
         LostProcessError: a process of the team has ended.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from resid_patching.address import Head, parse
-from resid_patching.errors import SmallDenominatorWarning
+from resid_patching.errors import SmallDenominatorWarning, warn
 from resid_patching.result import Axis, Result
 
 if TYPE_CHECKING:
@@ -135,11 +134,10 @@ class Effect(Result):
         gap = float((source - self.baseline).mean())
         size = max(float(source.mean().abs()), float(self.baseline.mean().abs()))
         if abs(gap) < 0.1 * size or gap == 0:
-            warnings.warn(
+            warn(
                 f"source and base differ by {gap:+.4g} in {self.metric}, little beside their size "
                 f"of {size:.4g}; a share of it means little, so read the raw effects",
                 SmallDenominatorWarning,
-                stacklevel=2,
             )
         return self.total.mean(-1) / gap
 

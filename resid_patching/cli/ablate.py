@@ -13,18 +13,14 @@ from resid_patching.cli.effects import joined, print_effect
 from resid_patching.cli.frame import (
     Parser,
     UsageError,
-    add_answer_flags,
     add_model_flags,
     add_output_flags,
-    add_prompt_flags,
-    console,
-    count,
-    csv_text,
     load_model,
-    print_line,
-    print_model,
-    print_tokens,
-    printable,
+)
+from resid_patching.cli.inputs import (
+    add_answer_flags,
+    add_prompt_flags,
+    count,
     read_lines,
     read_prompts,
 )
@@ -32,8 +28,10 @@ from resid_patching.cli.page import asked, require_files, write_page
 from resid_patching.cli.pages import effect_page
 from resid_patching.cli.progress import Progress
 from resid_patching.cli.scores import METRICS, metric_name, new_metric, shared
+from resid_patching.cli.screen import console, csv_text, print_line, print_model, print_tokens
 from resid_patching.cli.sharing import Sharing, add_rows_flag, join
 from resid_patching.cli.text import TextWindows, require_text
+from resid_patching.markup import printable
 
 if TYPE_CHECKING:
     from resid_patching.ablation import Effect
@@ -84,9 +82,10 @@ def _add_flags(parser: argparse.ArgumentParser, kind: str) -> None:
     )
     parser.add_argument(
         "--positions",
-        type=int,
-        metavar="P",
-        help="replace at this position alone, from 0, or from the end if negative (unset: all)",
+        type=_position,
+        metavar="P|each",
+        help="replace at this position alone, from 0, or from the end if negative; each: at every "
+        "position in turn (unset: at all together)",
     )
     _add_kind_flags(parser, kind)
     _add_input_flags(parser)
@@ -96,6 +95,15 @@ def _add_flags(parser: argparse.ArgumentParser, kind: str) -> None:
     add_rows_flag(parser)
     add_model_flags(parser)
     add_output_flags(parser)
+
+
+def _position(text: str) -> int | str:
+    if text == "each":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a position nor each") from None
 
 
 def _add_kind_flags(parser: argparse.ArgumentParser, kind: str) -> None:
@@ -221,6 +229,11 @@ def _read_inputs(arguments: argparse.Namespace) -> _Inputs:
     if arguments.text is not None:
         if arguments.prompt or arguments.prompts:
             raise UsageError("--text does not go with --prompt or --prompts; give one of them")
+        if arguments.positions == "each":
+            raise UsageError(
+                "--positions each goes with --prompt or --prompts; for a text give one position, "
+                "or none"
+            )
         for path in filter(None, (arguments.text, other)):
             require_text(path)
         answers, foils = _once("answer", arguments.answer), _once("foil", arguments.foil)
@@ -283,6 +296,8 @@ class _Work:
         from resid_patching.ablation import ablate
 
         n_variants = 1 if self.arguments.joint else len(self.sites)
+        if self.arguments.positions == "each":
+            n_variants *= captured.prompts.tokens.shape[1]
         return ablate(
             captured,
             self.sites,
@@ -398,7 +413,7 @@ def _as_json(
     for flag in ("reference", "over", "source", "pairing", "seed"):
         if hasattr(arguments, flag):
             body[flag] = getattr(arguments, flag)
-    if effect.weights is not None:
+    if effect.weights is not None and effect.columns is None:
         frame = effect.perplexity.replace([math.inf], None)
         body["perplexity"] = frame.to_dict("records")
     return json.dumps(body, ensure_ascii=False, indent=1, allow_nan=False) + "\n"

@@ -6,26 +6,20 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from resid_patching.cli.frame import (
-    Parser,
-    add_model_flags,
-    add_output_flags,
-    add_prompt_flags,
+from resid_patching.cli.frame import Parser, add_model_flags, add_output_flags, load_model
+from resid_patching.cli.inputs import add_prompt_flags, count, given_text, read_prompts
+from resid_patching.cli.page import asked, require_files, write_page
+from resid_patching.cli.pages import attribution_page
+from resid_patching.cli.screen import (
     bar,
     console,
-    count,
     csv_text,
-    given_text,
-    load_model,
     new_table,
     print_line,
     print_model,
-    printable,
     quoted,
-    read_prompts,
 )
-from resid_patching.cli.page import asked, require_files, write_page
-from resid_patching.cli.pages import attribution_page
+from resid_patching.markup import printable
 
 if TYPE_CHECKING:
     from resid_patching.attribution import Attribution
@@ -106,7 +100,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _predictions(run: Run, position: int) -> list[list[tuple[int, str, float]]]:
     """For each prompt, the most probable next tokens: id, text, probability."""
-    from resid_patching.prompts import token_text
+    from resid_patching.tokens import token_text
 
     probabilities = run.logits_at(position)[:, 0].float().softmax(-1)
     top = probabilities.topk(min(_TOP_PREDICTIONS, probabilities.shape[-1]))

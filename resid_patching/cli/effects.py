@@ -6,7 +6,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from resid_patching.cli.frame import bar, new_table, print_line, printable, shades
+from resid_patching.cli.screen import bar, new_table, print_line, shades
+from resid_patching.markup import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +26,10 @@ def print_effect(out: Console, effect: Effect, *, top: int, grid: bool) -> None:
     """
     _print_baseline(out, effect)
     _print_rows(out, effect, top)
-    if grid and not effect.joint:
+    if effect.columns is not None:
+        shorter = " or not in every prompt" if bool(effect.total.isnan().any()) else ""
+        print_crossed(out, effect, "target", top, left_out=f"weaker{shorter}")
+    elif grid and not effect.joint:
         _print_grid(out, effect)
     out.print()
     out.print(
@@ -38,7 +42,7 @@ def print_effect(out: Console, effect: Effect, *, top: int, grid: bool) -> None:
 def _print_baseline(out: Console, effect: Effect) -> None:
     value = float(effect.mean(effect.baseline))
     items = [f"{printable(effect.metric)}:", f"{value:+.4f} {effect.unit}"]
-    if effect.weights is not None:
+    if effect.weights is not None and effect.columns is None:
         items.append(f"perplexity {_short(float(effect.perplexity['before'].iloc[0]))}")
     if effect.baseline.shape[0] > 1:
         items.append(f"({averaged(effect)})")
@@ -54,7 +58,8 @@ def averaged(effect: Effect) -> str:
 
 
 def _print_rows(out: Console, effect: Effect, top: int) -> None:
-    sizes = effect.mean(effect.total).nan_to_num()
+    sizes = effect.mean(effect.total).flatten().nan_to_num()
+    names = _names(effect)
     order = sizes.abs().sort(descending=True, stable=True).indices.tolist()
     largest = float(sizes.abs().max())
     columns = _columns(effect)
@@ -64,12 +69,19 @@ def _print_rows(out: Console, effect: Effect, top: int) -> None:
     table = new_table("target", *columns, "")
     for number in order[:top]:
         cells = [column[number] for column in columns.values()]
-        table.add_row(
-            target_text(effect.targets[number]), *cells, bar(float(sizes[number]), largest, 10)
-        )
+        table.add_row(names[number], *cells, bar(float(sizes[number]), largest, 10))
     out.print(table)
     if len(order) > top:
-        out.print(f"and {len(order) - top} more targets (--top {len(order)} shows all)")
+        what = "targets" if effect.columns is None else "cells"
+        out.print(f"and {len(order) - top} more {what} (--top {len(order)} shows all)")
+
+
+def _names(effect: Effect) -> list[str]:
+    """What is replaced in each row of the table."""
+    targets = [target_text(target) for target in effect.targets]
+    if effect.columns is None:
+        return targets
+    return [f"{target} at {place}" for target in targets for place in effect.columns.labels]
 
 
 def unit_text(effect: Effect) -> str:
@@ -81,19 +93,24 @@ def unit_text(effect: Effect) -> str:
 
 
 def _columns(effect: Effect) -> dict[str, list[str]]:
-    """The columns of the table, a text for each target."""
-    total, direct = effect.mean(effect.total), effect.mean(effect.direct)
+    """The columns of the table, a text for each row."""
+    total, direct = (effect.mean(part).flatten() for part in (effect.total, effect.direct))
     columns = {"total": [signed(value) for value in total]}
     if effect.baseline.shape[0] > 1:
-        spread = effect.total.detach().cpu().double().std(1)
-        columns["sd"] = [f"{float(value):.4f}" for value in spread]
+        columns["sd"] = spreads(effect)
     columns["direct"] = [signed(value) for value in direct]
     columns["indirect"] = [signed(value) for value in total - direct]
-    if effect.weights is not None:
+    if effect.weights is not None and effect.columns is None:
         frame = effect.perplexity
         columns["perplexity"] = [_short(value) for value in frame["after"].tolist()]
         columns["ratio"] = [f"x{_short(value)}" for value in frame["ratio"].tolist()]
     return columns
+
+
+def spreads(effect: Effect) -> list[str]:
+    """The standard deviation over prompts of each total."""
+    found = effect.total.detach().cpu().double().std(-1).flatten()
+    return ["n/a" if bool(value.isnan()) else f"{float(value):.4f}" for value in found]
 
 
 def target_text(target: str) -> str:
@@ -119,6 +136,54 @@ def _print_grid(out: Console, effect: Effect) -> None:
     out.print(f"total effect in {effect.unit}, layer by head")
     rows = [f"{layer:>4}" for layer in range(means.shape[0])]
     print_cells(out, means, rows, missing="", heat=True)
+
+
+def print_crossed(
+    out: Console,
+    effect: Effect,
+    row: str,
+    top: int,
+    *,
+    missing: str = "n/a",
+    legend: str = "",
+    left_out: str,
+) -> None:
+    """Totals of the strongest rows and columns, in the order they were given.
+
+    Args:
+        out: where.
+        effect: an effect with columns.
+        row: what a row is.
+        top: rows and columns shown.
+        missing: what stands for NaN.
+        legend: what that means, said where it occurs.
+        left_out: what is said of rows and columns not shown.
+    """
+    assert effect.columns is not None
+    total = effect.mean(effect.total)
+    sizes, none = total.nan_to_num().abs(), total.isnan()
+    rows = sorted(_strongest(sizes.amax(1), none.all(1), top))
+    columns = sorted(_strongest(sizes.amax(0), none.all(0), top))
+    means = total[rows][:, columns]
+    said = legend if bool(means.isnan().any()) else ""
+    out.print()
+    out.print(f"total effect in {effect.unit}, {row} by {effect.columns.name}{said}")
+    names = [target_text(effect.targets[number]) for number in rows]
+    width = max(map(len, names))
+    labels = [printable(str(effect.columns.labels[number])) for number in columns]
+    print_cells(out, means, [f"{n:<{width}}" for n in names], labels, missing=missing, heat=True)
+    left = []
+    counted = ((row, rows, len(sizes)), (effect.columns.name, columns, sizes.shape[1]))
+    for what, shown, n_all in counted:
+        if n := n_all - len(shown):
+            left.append(f"{n} more {what}{'s' * (n > 1)}")
+    if left:
+        out.print(f"and {' and '.join(left)}, {left_out} (--top N shows more)")
+
+
+def _strongest(sizes: Any, none: Any, top: int) -> list[int]:
+    order = sizes.sort(descending=True, stable=True).indices.tolist()
+    return [number for number in order if not bool(none[number])][:top]
 
 
 def print_cells(

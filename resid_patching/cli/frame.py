@@ -1,10 +1,9 @@
-"""What every command shares: flags, guarded running, output files, loading, printing."""
+"""What every command shares: flags, guarded running, output files, loading."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import logging
 import os
 import signal
@@ -13,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from resid_patching import processes
 from resid_patching.errors import (
@@ -23,9 +22,6 @@ from resid_patching.errors import (
     ResidPatchingWarning,
 )
 from resid_patching.markup import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 BAD_INPUT, UNEXPECTED, INTERRUPTED = 2, 1, 130
 _LONGEST_MESSAGE = 1000
@@ -310,128 +306,6 @@ def _require_inputs_kept(arguments: argparse.Namespace) -> None:
             raise UsageError(f"--{name} {path} is the file that --{reader} reads; give another")
 
 
-def read_lines(path: str) -> list[str]:
-    """The non-empty lines of a UTF-8 file.
-
-    Raises:
-        UsageError: missing, a folder, unreadable, not UTF-8, or empty.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
-        ) from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    lines = [line for line in text.split("\n") if line.strip()]
-    if not lines:
-        raise UsageError(f"{path} holds no text")
-    return [line.removesuffix("\r") for line in lines]
-
-
-def given_text(argument: str) -> str:
-    """A text as it was typed, whatever the locale: arguments are UTF-8.
-
-    Raises:
-        argparse.ArgumentTypeError: they are not.
-    """
-    if not any("\ud800" <= character <= "\udfff" for character in argument):
-        return argument
-    try:  # Python keeps bytes that the locale cannot read as halves of characters.
-        return os.fsencode(argument).decode("utf-8")
-    except UnicodeError:
-        raise argparse.ArgumentTypeError(f"{argument!r} is not UTF-8 text") from None
-
-
-def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that give prompts."""
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        type=given_text,
-        metavar="TEXT",
-        help="a prompt; may be given several times",
-    )
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="a UTF-8 file, one prompt a line, or prompt<TAB>answer<TAB>foil",
-    )
-
-
-def add_answer_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say which tokens a metric scores."""
-    parser.add_argument(
-        "--answer",
-        action="append",
-        type=given_text,
-        metavar="TOKEN",
-        help="the token scored, leading space included; once, or once for each prompt",
-    )
-    parser.add_argument(
-        "--foil",
-        action="append",
-        type=given_text,
-        metavar="TOKEN",
-        help="the token it is scored against; once, or once for each prompt",
-    )
-
-
-def read_prompts(
-    arguments: argparse.Namespace,
-) -> tuple[list[str], list[str] | None, list[str] | None]:
-    """The prompts that the flags give, with an answer and a foil for each where given.
-
-    Raises:
-        UsageError: no prompt, an unreadable file, or answers that do not match the prompts.
-    """
-    prompts, answers, foils = list(arguments.prompt or []), arguments.answer, arguments.foil
-    if arguments.prompts is not None:
-        rows = [line.split("\t") for line in read_lines(arguments.prompts)]
-        columns = {len(row) for row in rows}
-        if len(columns) > 1 or max(columns) > 3 or (max(columns) > 1 and prompts):
-            raise UsageError(
-                f"{arguments.prompts}: every line is a prompt, or prompt<TAB>answer, or "
-                "prompt<TAB>answer<TAB>foil, all alike"
-            )
-        prompts += [row[0] for row in rows]
-        if columns == {2} or columns == {3}:
-            if answers or foils:
-                raise UsageError(
-                    f"{arguments.prompts} holds the answers; leave out --answer and --foil"
-                )
-            answers = [row[1] for row in rows]
-            foils = [row[2] for row in rows] if columns == {3} else None
-    if not prompts:
-        raise UsageError('no prompt was given; use --prompt "..." or --prompts FILE')
-    return prompts, spread("answer", answers, prompts), spread("foil", foils, prompts)
-
-
-def spread(name: str, given: list[str] | None, prompts: list[str]) -> list[str] | None:
-    """One token for each prompt, from a flag given once or once for each.
-
-    Raises:
-        UsageError: given another number of times.
-    """
-    if given is None or len(given) == len(prompts):
-        return given
-    if len(given) == 1:
-        return given * len(prompts)
-    raise UsageError(
-        f"--{name} was given {len(given)} times for {len(prompts)} prompts; give it once, or "
-        "once for each prompt"
-    )
-
-
-def count(text: str) -> int:
-    """A whole number from 1, as a flag's value."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is too few; give 1 or more")
-    return value
-
-
 def load_model(arguments: argparse.Namespace) -> tuple[Any, str | None]:
     """Loads the model that the flags ask for.
 
@@ -467,106 +341,3 @@ def load_model(arguments: argparse.Namespace) -> tuple[Any, str | None]:
             "demo model, trained on a toy language"
         )
         return load("demo", **options), note
-
-
-def quoted(text: str) -> str:
-    """A token in quotes, so that its leading space is seen."""
-    return f'"{printable(text)}"'
-
-
-def console() -> Console:
-    """A console that prints literally: rich on a terminal, plain when redirected."""
-    from rich.console import Console
-
-    class LiteralConsole(Console):
-        def on_broken_pipe(self) -> None:
-            """Leaves a closed pipe to `run_guarded`; rich itself would exit with 1."""
-            raise BrokenPipeError
-
-        def render_str(self, text: str, **options: Any) -> Any:
-            """Text with control characters as escapes, whatever file or model it names."""
-            return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
-
-    width = None if sys.stdout.isatty() else 100
-    return LiteralConsole(
-        file=sys.stdout, markup=False, emoji=False, highlight=False, width=width, soft_wrap=False
-    )
-
-
-def fancy() -> bool:
-    """Whether the output is a terminal that shows block characters."""
-    if not sys.stdout.isatty():
-        return False
-    try:
-        "█▏│".encode(sys.stdout.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
-
-
-def shades(out: Console) -> bool:
-    """Whether cells are shaded: with few colours, text would vanish in its background."""
-    return fancy() and not out.no_color and out.color_system in ("256", "truecolor")
-
-
-def csv_text(frame: Any) -> str:
-    """A frame as CSV.
-
-    All texts are in quotes: pandas leaves a token with a carriage return bare, which ends a line.
-    """
-    return frame.to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC)
-
-
-def bar(value: float, largest: float, width: int = 16) -> str:
-    """A bar that grows left for negative values and right for positive ones."""
-    block, axis = ("█", "│") if fancy() else ("#", "|")
-    share = 0.0 if largest <= 0 else min(1.0, abs(value) / largest)
-    filled = block * round(share * width)
-    return f"{filled if value < 0 else '':>{width}}{axis}{filled if value > 0 else '':<{width}}"
-
-
-def print_line(out: Console, name: str, *items: str, gap: str = "  ") -> None:
-    """A named line of items, wrapped between them."""
-    width, line = max(40, out.width), f"{name:<8} "
-    for number, item in enumerate(items):
-        if number and len(line) + len(item) > width:
-            out.print(line.rstrip(), soft_wrap=True)
-            line = " " * 9
-        line += item + gap
-    out.print(line.rstrip(), soft_wrap=True)
-
-
-def print_model(out: Console, view: Any, origin: Any, stand_in: str | None) -> None:
-    """The lines that say which model ran, and in what state."""
-    if stand_in is not None:
-        print_line(out, "note", *stand_in.split(": "))
-    print_line(
-        out,
-        "model",
-        f"{printable(origin.model)} ({origin.backend}, TransformerLens {origin.transformer_lens}),",
-        f"{origin.processing}, {origin.dtype}, {view.n_layers} layers of {view.n_heads} heads",
-        gap=" ",
-    )
-
-
-def print_tokens(out: Console, prompts: Any, *, rows: int = 4, tokens: int = 60) -> None:
-    """The tokens of the first prompts, each with its position."""
-    for texts in prompts.token_texts[:rows]:
-        items = [f"{p} {quoted(text)}" for p, text in enumerate(texts[:tokens])]
-        if len(texts) > tokens:
-            items.append(f"... {len(texts) - tokens} more tokens")
-        print_line(out, "tokens", *items)
-    if len(prompts) > rows:
-        print_line(out, "", f"... {len(prompts) - rows} more prompts")
-
-
-def new_table(*columns: str) -> Any:
-    """An empty table: the first column and unnamed ones to the left, numbers to the right."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD if fancy() else box.ASCII2, pad_edge=False, show_edge=False)
-    for number, name in enumerate(columns):
-        left = number == 0 or not name
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
-    return table

@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from resid_patching.cli.frame import quoted
 from resid_patching.cli.page import Number, Page
 from resid_patching.cli.pages import plain
+from resid_patching.cli.screen import quoted
 from resid_patching.markup import escape
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from resid_patching.cli.frame import UsageError, csv_text
+from resid_patching.cli.frame import UsageError
+from resid_patching.cli.screen import csv_text
 
 if TYPE_CHECKING:
     from resid_patching.lens.readout import LensReadout

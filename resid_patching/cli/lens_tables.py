@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from resid_patching.cli.effects import rich_text
-from resid_patching.cli.frame import new_table, print_line, quoted, shades
+from resid_patching.cli.screen import new_table, print_line, quoted, shades
 
 if TYPE_CHECKING:
     from rich.console import Console

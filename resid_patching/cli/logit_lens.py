@@ -8,17 +8,11 @@ from typing import TYPE_CHECKING, Any
 from resid_patching.cli.frame import (
     Parser,
     UsageError,
-    add_answer_flags,
     add_model_flags,
     add_output_flags,
-    add_prompt_flags,
-    console,
-    count,
     load_model,
-    print_line,
-    print_model,
-    read_prompts,
 )
+from resid_patching.cli.inputs import add_answer_flags, add_prompt_flags, count, read_prompts
 from resid_patching.cli.lens_page import lens_page
 from resid_patching.cli.lens_reading import (
     Reading,
@@ -41,6 +35,7 @@ from resid_patching.cli.lens_tables import (
     print_prompts_left,
 )
 from resid_patching.cli.page import asked, require_files, write_page
+from resid_patching.cli.screen import console, print_line, print_model
 
 if TYPE_CHECKING:
     from resid_patching.lens.tuned import TunedLens

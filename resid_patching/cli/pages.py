@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from resid_patching.cli.frame import quoted
 from resid_patching.cli.page import Number, Page
+from resid_patching.cli.screen import quoted
 
 if TYPE_CHECKING:
     from resid_patching.ablation import Effect
@@ -116,7 +116,7 @@ def effect_page(
         prompts_of(page, prompts)
     page.heading("Pictures")
     page.picture(lambda: plots.show(effect))
-    if plots.is_grid(effect):
+    if plots.is_grid(effect) and effect.columns is None:
         page.picture(lambda: plots.effect_bars(effect))
     page.heading("Targets")
     _effect_table(page, effect, "target")
@@ -133,32 +133,51 @@ def _about_effect(effect: Effect) -> list[tuple[str, object]]:
         ("metric", f"{metric_words(effect)}, in {effect.unit}"),
         ("baseline", f"{float(effect.mean(effect.baseline)):+.4f} {effect.unit}"),
     ]
-    if effect.weights is not None and not effect.readers:
+    if effect.weights is not None and effect.columns is None:
         rows.append(("perplexity", f"{float(effect.perplexity['before'].iloc[0]):.4g}"))
     return rows
 
 
 def _effect_table(page: Page, effect: Effect, name: str, extra: Mapping[str, Any] = {}) -> None:
-    """Targets by the size of their total effect; `extra`: more numbers [target]."""
-    total, direct = effect.mean(effect.total), effect.mean(effect.direct)
-    columns = [name, "total", "direct", "indirect"]
+    """Cells by the size of their total effect; `extra`: more numbers [cell].
+
+    A cell is a target, or a target beside a reader or at a position; of these, only those that
+    exist are shown.
+    """
+    total, direct = (effect.mean(part).flatten() for part in (effect.total, effect.direct))
+    beside = effect.columns
+    cells: list[tuple[object, ...]] = [(target,) for target in effect.targets]
+    if beside is not None:
+        cells = [(*cell, label) for cell in cells for label in beside.labels]
+    labels = [name] if beside is None else [name, beside.name]
+    columns = [*labels, "total", "direct", "indirect"]
     several = effect.baseline.shape[0] > 1
     columns += ["sd over prompts"] * several
-    losses = effect.perplexity if effect.weights is not None else None
+    losses = effect.perplexity if effect.weights is not None and beside is None else None
     columns += ["perplexity", "ratio"] * (losses is not None)
+    spreads = effect.total.detach().cpu().double().std(-1).flatten() if several else None
     order = total.nan_to_num().abs().sort(descending=True, stable=True).indices.tolist()
+    if beside is not None:
+        order = [n for n in order if not bool(total[n].isnan())]
     rows = []
     for n in order[:_MOST_ROWS]:
-        row: list[object] = [effect.targets[n], signed(total[n]), signed(direct[n])]
-        row.append(signed(total[n] - direct[n]))
-        if several:
-            row.append(plain(effect.total[n].detach().cpu().double().std()))
+        row: list[object] = [_text(label) for label in cells[n]]
+        row += [signed(total[n]), signed(direct[n]), signed(total[n] - direct[n])]
+        if spreads is not None:
+            row.append(plain(spreads[n]))
         if losses is not None:
             after, ratio = float(losses["after"].iloc[n]), float(losses["ratio"].iloc[n])
             row += [Number(after, f"{after:.4g}"), Number(ratio, f"×{ratio:.4g}")]
         rows.append(row + [values[n] for values in extra.values()])
-    caption = _caption(len(rows), len(order), f"{name}s", effect.provenance.n_prompts)
-    page.table([*columns, *extra], rows, caption=f"Effects in {effect.unit}. {caption}")
+    what = {"reader": "paths", "position": "cells"}.get(labels[-1], f"{name}s")
+    caption = _caption(len(rows), len(order), what, effect.provenance.n_prompts)
+    left = tuple(n for n in range(len(labels)) if labels[n] != "position")
+    columns = [*columns, *extra]
+    page.table(columns, rows, caption=f"Effects in {effect.unit}. {caption}", left=left)
+
+
+def _text(label: object) -> object:
+    return Number(label, str(label)) if isinstance(label, int) else str(label)
 
 
 def _caption(n: int, n_all: int, what: str, n_prompts: int) -> str:
@@ -195,12 +214,11 @@ def paths_page(found: Found, stand_in: str | None, flags: Mapping[str, Any]) -> 
     if effect.readers:
         page.picture(lambda: plots.path_diagram(effect))
         page.heading("Paths")
-        _path_table(page, found)
     else:
         if plots.is_grid(effect):
             page.picture(lambda: plots.effect_bars(effect))
         page.heading("Senders")
-        _effect_table(page, effect, "sender", _more(found))
+    _effect_table(page, effect, "sender", _more(found))
     page.origin(origin, flags)
     return page
 
@@ -220,27 +238,6 @@ def _more(found: Found) -> dict[str, list[Number]]:
 def _share(value: float) -> Number:
     text = "n/a" if math.isnan(value) else f"{value:+.1f}%"
     return Number(value, "0.0%" if text in ("+0.0%", "-0.0%") else text)
-
-
-def _path_table(page: Page, found: Found) -> None:
-    effect, more = found.effect, _more(found)
-    total, direct = effect.mean(effect.total), effect.mean(effect.direct)
-    known = [
-        (row, column)
-        for row in range(len(effect.targets))
-        for column in range(len(effect.readers))
-        if not bool(total[row, column].isnan())
-    ]
-    known.sort(key=lambda place: -abs(float(total[place])))
-    rows = []
-    for place in known[:_MOST_ROWS]:
-        row: list[object] = [effect.targets[place[0]], effect.readers[place[1]]]
-        row += [signed(total[place]), signed(direct[place]), signed(total[place] - direct[place])]
-        flat = place[0] * len(effect.readers) + place[1]
-        rows.append(row + [values[flat] for values in more.values()])
-    caption = _caption(len(rows), len(known), "paths", effect.provenance.n_prompts)
-    columns = ["sender", "reader", "total", "direct", "indirect", *more]
-    page.table(columns, rows, caption=f"Effects in {effect.unit}. {caption}", left=(0, 1))
 
 
 def stream_page(

@@ -7,13 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from resid_patching.cli.frame import (
-    UsageError,
-    add_answer_flags,
-    count,
-    given_text,
-    spread,
-)
+from resid_patching.cli.frame import UsageError
+from resid_patching.cli.inputs import add_answer_flags, count, given_text, spread
 from resid_patching.cli.scores import ANSWERED, METRICS, metric_name
 
 if TYPE_CHECKING:

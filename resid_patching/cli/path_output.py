@@ -9,19 +9,14 @@ from typing import TYPE_CHECKING, Any
 from resid_patching.cli.effects import (
     averaged,
     print_cells,
+    print_crossed,
     signed,
+    spreads,
     target_text,
     unit_text,
 )
-from resid_patching.cli.frame import (
-    bar,
-    fancy,
-    new_table,
-    print_line,
-    print_model,
-    printable,
-    quoted,
-)
+from resid_patching.cli.screen import bar, fancy, new_table, print_line, print_model, quoted
+from resid_patching.markup import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -194,8 +189,7 @@ def _print_senders(out: Console, found: Found, top: int) -> None:
     total, direct = effect.mean(effect.total), effect.mean(effect.direct)
     columns = {"total": [signed(value) for value in total]}
     if effect.baseline.shape[0] > 1:
-        spread = effect.total.detach().cpu().double().std(-1)
-        columns["sd"] = ["n/a" if bool(v.isnan()) else f"{float(v):.4f}" for v in spread]
+        columns["sd"] = spreads(effect)
     if not _ends_at_logits(effect):
         columns["direct"] = [signed(value) for value in direct]
         columns["indirect"] = [signed(value) for value in total - direct]
@@ -241,14 +235,15 @@ def _print_heads(out: Console, found: Found) -> None:
     """Layer x head of totals of the heads that were swept."""
     means = found.effect.mean(found.effect.grid().values)
     out.print()
-    out.print(f"total effect in {found.effect.unit}, layer by head{_legend(found, means)}")
+    legend = _legend(found) if bool(means.isnan().any()) else ""
+    out.print(f"total effect in {found.effect.unit}, layer by head{legend}")
     rows = [f"{layer:>4}" for layer in range(means.shape[0])]
     print_cells(out, means, rows, missing=found.mark, heat=True)
 
 
-def _legend(found: Found, values: Tensor) -> str:
-    """The mark's meaning, where it occurs."""
-    return f" ({found.mark} no path: it writes too late)" if bool(values.isnan().any()) else ""
+def _legend(found: Found) -> str:
+    """The mark's meaning."""
+    return f" ({found.mark} no path: it writes too late)"
 
 
 def _print_edges(out: Console, found: Found, top: int) -> None:
@@ -275,39 +270,15 @@ def _print_edges(out: Console, found: Found, top: int) -> None:
 
 
 def _print_senders_by_readers(out: Console, found: Found, top: int) -> None:
-    """Totals of the strongest senders and readers, in the order they were given."""
-    effect = found.effect
-    total = effect.mean(effect.total)
-    sizes = total.nan_to_num().abs()
-    rows = sorted(_with_a_path(sizes.amax(1), total.isnan().all(1), top))
-    columns = sorted(_with_a_path(sizes.amax(0), total.isnan().all(0), top))
-    if not rows:
+    if bool(found.effect.total.isnan().all()):
         out.print("no sender writes before a reader reads: there is no path")
         return
-    means = total[rows][:, columns]
-    out.print()
-    out.print(f"total effect in {effect.unit}, sender by reader{_legend(found, means)}")
-    names = [target_text(effect.targets[row]) for row in rows]
-    width = max(map(len, names))
-    readers = [printable(effect.readers[column]) for column in columns]
-    print_cells(
-        out, means, [f"{n:<{width}}" for n in names], readers, missing=found.mark, heat=True
+    print_crossed(
+        *(out, found.effect, "sender", top),
+        missing=found.mark,
+        legend=_legend(found),
+        left_out="weaker or without a path",
     )
-    left = []
-    for what, shown, names in (
-        ("sender", rows, effect.targets),
-        ("reader", columns, effect.readers),
-    ):
-        if len(names) > len(shown):
-            n = len(names) - len(shown)
-            left.append(f"{n} more {what}{'s' * (n > 1)}")
-    if left:
-        out.print(f"and {' and '.join(left)}, weaker or without a path (--top N shows more)")
-
-
-def _with_a_path(sizes: Tensor, none: Tensor, top: int) -> list[int]:
-    order = sizes.sort(descending=True, stable=True).indices.tolist()
-    return [number for number in order if not bool(none[number])][:top]
 
 
 # After the numbers

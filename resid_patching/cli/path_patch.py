@@ -12,11 +12,9 @@ from resid_patching.cli.frame import (
     UsageError,
     add_model_flags,
     add_output_flags,
-    console,
-    count,
-    csv_text,
     load_model,
 )
+from resid_patching.cli.inputs import count
 from resid_patching.cli.page import asked, require_files, write_page
 from resid_patching.cli.pages import paths_page
 from resid_patching.cli.path_inputs import (
@@ -30,6 +28,7 @@ from resid_patching.cli.path_inputs import (
 from resid_patching.cli.path_output import Found, print_found
 from resid_patching.cli.progress import Progress
 from resid_patching.cli.scores import ANSWERED, new_metric, shared
+from resid_patching.cli.screen import console, csv_text
 from resid_patching.cli.sharing import Sharing, add_rows_flag, join
 
 if TYPE_CHECKING:
@@ -217,7 +216,7 @@ def _compared(
     if source is None or arguments.using != "resample" or inputs.metric not in ANSWERED:
         return {}
     from resid_patching.ablation import measure
-    from resid_patching.errors import SmallDenominatorWarning
+    from resid_patching.errors import SmallDenominatorWarning, warn
 
     measured = measure(source, metric)
     with warnings.catch_warnings(record=True) as told:
@@ -226,7 +225,7 @@ def _compared(
     small = False
     for warning in told:
         small = small or issubclass(warning.category, SmallDenominatorWarning)
-        warnings.warn(warning.message, warning.category, stacklevel=2)
+        warn(str(warning.message), warning.category)
     return {"source": measured, "recovery": shares, "small_gap": small}
 
 

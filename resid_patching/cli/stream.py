@@ -13,19 +13,20 @@ from resid_patching.cli.frame import (
     UsageError,
     add_model_flags,
     add_output_flags,
-    add_prompt_flags,
+    load_model,
+)
+from resid_patching.cli.inputs import add_prompt_flags, read_prompts
+from resid_patching.cli.page import asked, require_files, write_page
+from resid_patching.cli.pages import stream_page
+from resid_patching.cli.screen import (
     bar,
     console,
     csv_text,
-    load_model,
     new_table,
     print_model,
     print_tokens,
     quoted,
-    read_prompts,
 )
-from resid_patching.cli.page import asked, require_files, write_page
-from resid_patching.cli.pages import stream_page
 
 if TYPE_CHECKING:
     from resid_patching.prompts import Prompts

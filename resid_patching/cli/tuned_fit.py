@@ -8,19 +8,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from resid_patching.cli.frame import (
-    UsageError,
-    console,
-    csv_text,
-    ignore_launcher,
-    load_model,
-    print_line,
-    print_model,
-)
+from resid_patching.cli.frame import UsageError, ignore_launcher, load_model
 from resid_patching.cli.lens_reading import describe
 from resid_patching.cli.lens_tables import print_kl, print_notes
 from resid_patching.cli.page import asked, require_files, write_page
 from resid_patching.cli.pages import kl_page
+from resid_patching.cli.screen import console, csv_text, print_line, print_model
 from resid_patching.cli.text import require_text
 from resid_patching.errors import LostProcessError
 

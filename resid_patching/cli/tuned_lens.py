@@ -6,14 +6,8 @@ import argparse
 import math
 
 from resid_patching.cli import tuned_fit, tuned_use
-from resid_patching.cli.frame import (
-    Parser,
-    add_answer_flags,
-    add_model_flags,
-    add_output_flags,
-    add_prompt_flags,
-    count,
-)
+from resid_patching.cli.frame import Parser, add_model_flags, add_output_flags
+from resid_patching.cli.inputs import add_answer_flags, add_prompt_flags, count
 from resid_patching.cli.lens_reading import add_place_flags
 
 _WHAT = {

@@ -8,15 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from resid_patching.cli.frame import (
-    UsageError,
-    console,
-    csv_text,
-    load_model,
-    print_line,
-    print_model,
-    read_prompts,
-)
+from resid_patching.cli.frame import UsageError, load_model
+from resid_patching.cli.inputs import read_prompts
 from resid_patching.cli.lens_page import lens_page
 from resid_patching.cli.lens_reading import (
     Reading,
@@ -39,6 +32,7 @@ from resid_patching.cli.lens_tables import (
 )
 from resid_patching.cli.page import asked, require_files, write_page
 from resid_patching.cli.pages import kl_page
+from resid_patching.cli.screen import console, csv_text, print_line, print_model
 from resid_patching.cli.text import TextWindows, require_text
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from resid_patching.errors import OutOfDataError, PromptError
 from resid_patching.models import ModelView
-from resid_patching.prompts import bos_id, puts_bos, token_ids
+from resid_patching.tokens import bos_id, puts_bos, token_ids
 
 _UNKNOWN = (
     "texts are a text, a pathlib.Path to a text file, token ids as a tensor [window, pos] "

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import uuid
-import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -29,7 +28,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from resid_patching.address import Address
-from resid_patching.errors import DivergedError, IdleProcessWarning, UnequalProcessesError
+from resid_patching.errors import (
+    DivergedError,
+    IdleProcessWarning,
+    UnequalProcessesError,
+    warn,
+)
 from resid_patching.lens import resume as resuming
 from resid_patching.lens.data import Windows, read_windows
 from resid_patching.lens.fingerprint import fingerprint
@@ -159,11 +163,10 @@ def fit_tuned_lens(
     )
     _require_plan(plan, save_every)
     if plan.steps and step_windows < team.size and team.is_first:
-        warnings.warn(
+        warn(
             f"in a step, step_windows={step_windows} keeps {step_windows} of {team.size} processes "
             f"busy; give step_windows={team.size} or a multiple of it",
             IdleProcessWarning,
-            stacklevel=2,
         )
     windows = team.first(
         lambda: read_windows(

@@ -17,7 +17,6 @@ import io
 import json
 import pickle
 import re
-import warnings
 import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from resid_patching.errors import (
     LensFormatError,
     LensMismatchError,
     UnverifiedLensWarning,
+    warn,
 )
 from resid_patching.files import read_json, write_bytes, write_text
 from resid_patching.lens.fingerprint import Fingerprint, fingerprint, readout_sketch
@@ -124,12 +124,11 @@ def read(folder: Path, view: ModelView) -> Legacy:
     if _proves(others, view, mark):
         mark = replace(mark, W_U=found.W_U, b_U=found.b_U, final_norm=found.final_norm)
         return Legacy(weight, bias, mark, readout_sketch(view), record)
-    warnings.warn(
+    warn(
         f"the lens at {folder} (for {mark.model}) is unverified: its file knows its model by name "
         "and by the corners of the unembedding alone. Compare its KL with the logit lens's on a "
         "text before trusting it.",
         UnverifiedLensWarning,
-        stacklevel=5,
     )
     return Legacy(weight, bias, mark, None, record)
 

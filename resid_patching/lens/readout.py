@@ -31,9 +31,10 @@ from resid_patching.lens.results import LensResult, TopTokens
 from resid_patching.lens.states import Chunk, chunks_of, read_chunk
 from resid_patching.lens.unembed import Unembedding
 from resid_patching.models import exact, float64_home
-from resid_patching.prompts import Positions, Tokens, token_text, tokens_for
+from resid_patching.prompts import Positions, Tokens, tokens_for
 from resid_patching.result import Axis, Result, provenance
 from resid_patching.run import Run
+from resid_patching.tokens import token_text
 
 Translate = Callable[[int, Tensor], Tensor]
 """Called with the number of a row and its states [..., d_model]; gives what is unembedded."""

@@ -1,14 +1,13 @@
 """Loading models, reading them, and checking that they can be read."""
 
-from resid_patching.models.guards import Report, report, require
+from resid_patching.models.guards import Processing, Report, report, require
 from resid_patching.models.load import DEMO_FOLDER, load
+from resid_patching.models.memory import Memory
+from resid_patching.models.norm import Norm
 from resid_patching.models.precision import exact, float64_home, uncast
 from resid_patching.models.view import (
     HookedModel,
-    Memory,
     ModelView,
-    Norm,
-    Processing,
     Reader,
     as_view,
     compute_dtype,

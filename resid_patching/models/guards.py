@@ -32,8 +32,9 @@ from resid_patching.errors import (
     StreamMismatchError,
     UnsupportedModelError,
 )
+from resid_patching.models.memory import Memory
 from resid_patching.models.precision import exact
-from resid_patching.models.view import Memory, ModelView, Processing
+from resid_patching.models.view import ModelView
 
 Capability = Literal["stream", "readout", "heads", "neurons"]
 
@@ -41,6 +42,26 @@ _STREAM_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1
 _READOUT_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2}
 _LOOSE = 5e-2
 _PROBE_LENGTH = 6
+
+
+@dataclass(frozen=True)
+class Processing:
+    """Which of TransformerLens's weight simplifications the weights show, as found in them."""
+
+    norms_folded: bool
+    writes_centred: bool
+    unembed_centred: bool
+    values_folded: bool
+
+    def __str__(self) -> str:
+        names = {
+            "norms folded": self.norms_folded,
+            "writing weights centred": self.writes_centred,
+            "unembedding centred": self.unembed_centred,
+            "value biases folded": self.values_folded,
+        }
+        found = [name for name, holds in names.items() if holds]
+        return "processed: " + ", ".join(found) if found else "raw"
 
 
 @dataclass

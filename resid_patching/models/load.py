@@ -27,6 +27,7 @@ from resid_patching.errors import (
     ModelNotFoundError,
     NotFiniteError,
     UnsupportedModelError,
+    warn,
 )
 from resid_patching.models.guards import require_finite
 from resid_patching.models.view import note_revision
@@ -146,10 +147,9 @@ def _build(
             problem = _one_line(error)
     model = _bridge(source, device, dtype, processing)
     if problem is not None:
-        warnings.warn(
+        warn(
             f"HookedTransformer cannot build {source} ({problem}); loaded as a TransformerBridge",
             BackendWarning,
-            stacklevel=4,
         )
     return model
 

@@ -12,9 +12,8 @@ import functools
 import importlib.metadata
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -28,6 +27,7 @@ from resid_patching.errors import (
     UnsupportedModelError,
 )
 from resid_patching.models.inventory import Inventory
+from resid_patching.models.norm import Norm, read_norm
 from resid_patching.models.precision import exact
 
 Reader = Callable[[Tensor], Tensor | None]
@@ -50,68 +50,6 @@ class HookedModel(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass."""
         ...
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A normalisation y = ((x - mean(x)) / sigma) * gain + bias, or without the mean for RMSNorm.
-
-    Attributes:
-        kind: `LN`, `RMS`, or None where the model has no norm.
-        gain: gamma [d_model].
-        bias: beta [d_model].
-        eps: added to the variance before the root.
-    """
-
-    kind: Literal["LN", "RMS"] | None
-    gain: Float[Tensor, " d_model"]
-    bias: Float[Tensor, " d_model"]
-    eps: float
-
-    def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, " *batch"]:
-        """The divisor sigma at each position, from the statistics of x itself."""
-        if self.kind is None:
-            return torch.ones_like(x[..., 0])
-        if self.kind == "LN":
-            x = x - x.mean(-1, keepdim=True)
-        return (x.pow(2).mean(-1) + self.eps).sqrt()
-
-    def __call__(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        """The norm of states.
-
-        Args:
-            x: [*batch, d_model].
-            scale: another divisor than x's own (None: live statistics), broadcast over *batch.
-        """
-        sigma = (self.scale(x) if scale is None else scale)[..., None]
-        if self.kind == "LN":
-            x = x - x.mean(-1, keepdim=True)
-        return x / sigma * self.gain + self.bias
-
-    def fold(self, direction: Float[Tensor, "*n d_model"]) -> Float[Tensor, "*n d_model"]:
-        """The direction g for which (y - bias) . direction = (x . g) / sigma, exactly."""
-        folded = direction * self.gain
-        return folded - folded.mean(-1, keepdim=True) if self.kind == "LN" else folded
-
-
-@dataclass(frozen=True)
-class Processing:
-    """Which of TransformerLens's weight simplifications the weights show, as found in them."""
-
-    norms_folded: bool
-    writes_centred: bool
-    unembed_centred: bool
-    values_folded: bool
-
-    def __str__(self) -> str:
-        names = {
-            "norms folded": self.norms_folded,
-            "writing weights centred": self.writes_centred,
-            "unembedding centred": self.unembed_centred,
-            "value biases folded": self.values_folded,
-        }
-        found = [name for name, holds in names.items() if holds]
-        return "processed: " + ", ".join(found) if found else "raw"
 
 
 _revisions: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -305,43 +243,11 @@ class ModelView:
     @property
     def final_norm(self) -> Norm:
         """The norm before the unembedding, in our precision."""
-        return self._norm(getattr(self.model, "ln_final", None))
+        return self.norm(getattr(self.model, "ln_final", None))
 
-    def _norm(self, module: Any | None) -> Norm:
-        dtype, device = self.compute_dtype, self.device
-        ones = torch.ones(self.d_model, dtype=dtype, device=device)
-        kind = self._norm_kind(module)
-        if kind is None:
-            return Norm(None, ones, torch.zeros_like(ones), 0.0)
-        gain = _first(module, "w", "weight")
-        bias = _first(module, "b", "bias") if kind == "LN" else None
-        gain = ones if gain is None else gain.detach().to(device, dtype)
-        if self._gain_is_offset(module):
-            gain = gain + 1
-        bias = torch.zeros_like(ones) if bias is None else bias.detach().to(device, dtype)
-        return Norm(kind, gain, bias, self._eps(module))
-
-    def _norm_kind(self, module: Any | None) -> Literal["LN", "RMS"] | None:
-        if module is None or getattr(self.cfg, "normalization_type", "LN") is None:
-            return None
-        if (uses_rms := getattr(module, "uses_rms_norm", None)) is not None:
-            return "RMS" if uses_rms else "LN"
-        return "RMS" if "RMS" in type(module).__name__ else "LN"
-
-    def _gain_is_offset(self, module: Any) -> bool:
-        """Gemma's bridges store gain - 1; HookedTransformer stores the gain."""
-        if (offset := getattr(module, "uses_weight_offset", None)) is not None:
-            return bool(offset)
-        is_bridge = hasattr(module, "original_component")
-        return is_bridge and bool(getattr(self.cfg, "rmsnorm_uses_offset", False))
-
-    def _eps(self, module: Any) -> float:
-        original = getattr(module, "original_component", None)
-        for owner, name in ((original, "eps"), (original, "variance_epsilon"), (module, "eps")):
-            value = getattr(owner, name, None)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                return float(value)
-        return float(getattr(self.cfg, "eps", 1e-5))
+    def norm(self, module: Any | None) -> Norm:
+        """A norm of the model, in our precision; one that changes nothing for None."""
+        return read_norm(self.cfg, module, self.d_model, self.compute_dtype, self.device)
 
     def unembed_columns(self, ids: Int[Tensor, " n"]) -> Float[Tensor, "n d_model"]:
         """Rows W_U[:, id] for each id, in our precision."""
@@ -559,39 +465,6 @@ def take(values: Tensor, index: Int[Tensor, "rows n"]) -> Tensor:
     """[rows, pos, ...] at positions [rows, n] -> [rows, n, ...]; a negative one reads the first."""
     index = index.to(values.device).clamp(0, values.shape[1] - 1)
     return values[torch.arange(index.shape[0], device=index.device)[:, None], index]
-
-
-T = TypeVar("T")
-
-
-class Memory(Generic[T]):
-    """Findings about models, each kept while its model lives and is as it was found.
-
-    Args:
-        find: makes the finding for a model that is new or has changed.
-    """
-
-    def __init__(self, find: Callable[[ModelView], T]) -> None:
-        self._find = find
-        self._known: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], T]] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def of(self, view: ModelView) -> T:
-        """The finding for a model as it is now."""
-        fingerprint = view.fingerprint()
-        known = self._known.get(view.model)
-        if known is None or known[0] != fingerprint:
-            known = self._known[view.model] = (fingerprint, self._find(view))
-        return known[1]
-
-
-def _first(owner: Any, *names: str) -> Tensor | None:
-    for name in names:
-        value = getattr(owner, name, None)
-        if isinstance(value, Tensor):
-            return value
-    return None
 
 
 def _as_hook(reader: Reader) -> Callable[..., Tensor | None]:

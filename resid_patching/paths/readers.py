@@ -14,7 +14,6 @@ A write reaches a reader when it is made before the reader reads:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -38,7 +37,7 @@ from resid_patching.address import (
     read_stage,
     write_stage,
 )
-from resid_patching.errors import AddressError, PathWarning
+from resid_patching.errors import AddressError, PathWarning, warn
 from resid_patching.models import ModelView, as_view
 from resid_patching.rerun import Site, Variant, require_site
 
@@ -145,12 +144,11 @@ def require_readers(view: ModelView, ends: Readers) -> None:
                 raise AddressError(f"{reader} was given twice{other}")
             seen[site] = reader
         if len(readers) > 1 and (last := seen.get(Stream(view.n_layers - 1, "post"))):
-            warnings.warn(
+            warn(
                 f"{last} is written together with other readers and is the last of them: at the "
                 "senders' positions it overrides whatever they pass on. Give alternatives, "
                 "rp.readers(...), to see each alone",
                 PathWarning,
-                stacklevel=4,
             )
 
 

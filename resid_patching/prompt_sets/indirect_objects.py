@@ -23,7 +23,8 @@ from typing import Any
 from resid_patching.errors import PromptError
 from resid_patching.models import ModelView, as_view
 from resid_patching.prompt_sets.pairs import PromptPairs, differences
-from resid_patching.prompts import prepare, single_token, token_ids
+from resid_patching.prompts import prepare
+from resid_patching.tokens import single_token, token_ids
 
 _NAMES = (
     "Alice Amanda Amy Andrew Angela Anna Anthony Ben Bill Bob Brian Carl Carol Charles Chris "

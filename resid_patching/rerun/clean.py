@@ -20,6 +20,7 @@ from resid_patching.address import (
     Stream,
     hook_name,
 )
+from resid_patching.errors import NotFiniteError
 from resid_patching.models import Reader
 from resid_patching.rerun.edits import Variant, clean_hook
 from resid_patching.rerun.replay import BlockCalls
@@ -56,6 +57,7 @@ class Clean:
                 run.view.forward_blocks(self.tokens, readers)
 
         self.calls.record(forward)
+        self._require_finite()
 
     def __len__(self) -> int:
         return self.rows.stop - self.rows.start
@@ -69,6 +71,19 @@ class Clean:
         seen = 2 * view.n_kv_heads * of_head * self.tokens.numel()
         joined = (view.n_heads + 2 * view.n_kv_heads) * of_head * view.d_model
         return kept + seen + joined
+
+    def _require_finite(self) -> None:
+        last = self.acts.get(hook_name(Stream(self.view.n_layers - 1, "post")))
+        if last is None:
+            return
+        real = (self.positions < self.lengths[:, None]).to(last.device)
+        wrong = (~last.isfinite().all(-1) & real).any(1)
+        if bool(wrong.any()):
+            raise NotFiniteError(
+                f"prompt {self.rows.start + int(wrong.long().argmax())}: the model's own last "
+                f"state is NaN or infinite in {str(last.dtype).removeprefix('torch.')}, so nothing "
+                "that is measured on it could be trusted. Load the model in float32 or bfloat16."
+            )
 
     def _keeper(self, name: str) -> Reader:
         def keep(activation: Tensor) -> None:

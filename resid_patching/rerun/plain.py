@@ -387,8 +387,8 @@ def _layer_weights(view: ModelView, layer: int) -> Weights:
         raise NotPlain("the MLP has no single input matrix")
     norm2 = getattr(block, "ln2", None)
     return Weights(
-        ln1=view._norm(block.ln1) if hasattr(block, "ln1") else view._norm(None),
-        ln2=view._norm(norm2 if norm2 is not None or not view.parallel else block.ln1),
+        ln1=view.norm(block.ln1) if hasattr(block, "ln1") else view.norm(None),
+        ln2=view.norm(norm2 if norm2 is not None or not view.parallel else block.ln1),
         qkv=qkv,
         W_O=W_O.detach().reshape(-1, view.d_model),
         b_O=view.b_O(layer).detach(),

@@ -3,5 +3,7 @@
 measurements.py   what is computed, for any model and prompts
 checklist.py      which measurement, with which arguments, each published value is held against
 published.json    the values, each with prompt, tolerance and source
+studies.py        two experiments on prose, and the heads of a circuit
+source.py         where the weights are taken from
 stand_ins.py      the same measurements with arguments for models that are at hand
 """

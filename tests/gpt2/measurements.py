@@ -15,7 +15,7 @@ import torch
 import resid_patching as rp
 from resid_patching.address import Head, HeadNode, Neuron, hook_name
 from resid_patching.models import ModelView
-from resid_patching.prompts import single_token
+from resid_patching.tokens import single_token
 
 
 class Subject:

@@ -1,6 +1,6 @@
 """GPT-2 small's published values, each computed with the package; they run where its weights are.
 
-RESID_PATCHING_GPT2=FOLDER pytest -m gpt2 tests/gpt2
+RESID_PATCHING_GPT2=FOLDER|gpt2 pytest -m gpt2 tests/gpt2
 """
 
 import functools
@@ -13,6 +13,7 @@ import pytest
 import resid_patching as rp
 from gpt2.checklist import ENTRIES, NOT_COVERED, PUBLISHED, REFERENCE, disagreements
 from gpt2.measurements import MEASUREMENTS, Subject
+from gpt2.source import HUB_NAMES, find
 
 
 @functools.cache
@@ -25,9 +26,10 @@ def exact_gelu(gpt2_source, tmp_path_factory):
     """GPT-2's folder with the exact activation in its config."""
     folder = Path(gpt2_source)
     if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub import snapshot_download
 
-        folder = Path(try_to_load_from_cache(gpt2_source, "config.json")).parent
+        wanted = ["*.json", "*.txt", "model.safetensors"]
+        folder = Path(snapshot_download(gpt2_source, allow_patterns=wanted))
     copy = tmp_path_factory.mktemp("gpt2_exact_gelu")
     for file in folder.iterdir():
         if file.name != "config.json":
@@ -70,3 +72,17 @@ def test_the_values_are_those_of_the_reference(shared_dir):
         assert kept["tolerance"] == given[name]["tolerance"], name
         if "prompt" in kept:
             assert PUBLISHED["prompts"][kept["prompt"]] == given[name]["prompt"], name
+
+
+CACHED, NOWHERE = {"gpt2": False, "openai-community/gpt2": True}, dict.fromkeys(HUB_NAMES, False)
+
+
+def test_the_weights_are_a_folder_the_hubs_or_its_caches_or_missing_with_the_reason(tmp_path):
+    assert find("gpt2", NOWHERE) == ("gpt2", None)  # asked for by name: the hub may be reached
+    assert find(None, CACHED) == find("", CACHED) == ("openai-community/gpt2", None)
+    found, reason = find(None, NOWHERE)
+    assert found is None and "RESID_PATCHING_GPT2" in reason
+    found, reason = find(str(tmp_path), CACHED)  # a folder that was asked for is not replaced
+    assert found is None and f"{tmp_path}, which has no config.json" in reason
+    (tmp_path / "config.json").write_text("{}")
+    assert find(str(tmp_path), CACHED) == (str(tmp_path), None)

@@ -5,23 +5,27 @@ without the stream, is told for unnamed prose, so the bounds here are wide; the 
 al. 2022 (arXiv 2211.00593), figure 2.
 """
 
-import sys
-from pathlib import Path
+import math
 
 import pytest
+import reference.gpt2
 import torch
+import zoo
 
 import resid_patching as rp
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import ioi_study  # noqa: E402
-
-pytestmark = [pytest.mark.gpt2, pytest.mark.slow]
+from gpt2.studies import circuit, perplexity_ratio
 
 NAME_MOVERS, NEGATIVE = {"9.9", "9.6", "10.0"}, {"10.7", "11.10"}
 S_INHIBITION = {"7.3", "7.9", "8.6", "8.10"}
 
 
+def prose(shared_dir, n):
+    file = shared_dir / "data/text/wikitext2_raw_test.txt"
+    return file.read_text(encoding="utf-8")[:n]
+
+
+@pytest.mark.gpt2
+@pytest.mark.slow
 @pytest.mark.shared
 @pytest.mark.parametrize(
     ("target", "least", "most"), [("attn.6", 1.05, 1.4), ("resid_pre.6", 100.0, 1e9)]
@@ -29,21 +33,46 @@ S_INHIBITION = {"7.3", "7.9", "8.6", "8.10"}
 def test_perplexity_without_a_layer_and_without_the_stream(
     gpt2_source, shared_dir, target, least, most
 ):
-    model = rp.load(gpt2_source)
-    prose = (shared_dir / "data/text/wikitext2_raw_test.txt").read_text(encoding="utf-8")
-    run = rp.capture(model, rp.windows(model, prose[:4000], length=256))
-    effect = rp.ablate(run, target, rp.Zero(), metric=rp.loss())
-    assert least < float(effect.perplexity["ratio"].iloc[0]) < most
+    ratio = perplexity_ratio(rp.load(gpt2_source), prose(shared_dir, 4000), target)
+    assert least < ratio < most
 
 
+@pytest.mark.gpt2
+@pytest.mark.slow
 def test_the_study_finds_the_heads_of_the_circuit(gpt2_source):
-    model = rp.load(gpt2_source)
-    pairs = rp.indirect_object_prompts(model, 64, seed=0, corrupt="names")
-    options = {"n_heads": 5, "n_controls": 3, "seed": 0, "prepend_bos": None}
-    found = ioi_study.study(rp.ModelView(model), pairs, **options)
-    assert set(found.up[:3]) == NAME_MOVERS
-    assert set(found.down[:2]) == NEGATIVE
-    moved = found.to_queries.total.nanmean(-1)[:, :3].abs().amax(1).nan_to_num()
-    strongest = [found.to_queries.targets[n] for n in moved.topk(6).indices.tolist()]
-    assert len(S_INHIBITION & set(strongest)) >= 3
-    assert torch.tensor(found.is_top).float().mean() > 0.9
+    found = circuit(rp.load(gpt2_source), 64)
+    assert set(found.movers[:3]) == NAME_MOVERS
+    assert set(found.negative[:2]) == NEGATIVE
+    assert len(S_INHIBITION & set(found.behind)) >= 3
+    assert found.correct > 0.9
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("target", ["attn.2", "resid_pre.2"])
+def test_the_ratio_is_that_of_a_slow_route(shared_dir, target):
+    folder, text, length = shared_dir / "data/models/slm4096", prose(shared_dir, 300), 64
+    model = rp.load(folder, backend=zoo.BACKENDS[0], dtype=torch.float64)
+    plain = reference.gpt2.Plain(folder, folded=False, bos=False)
+    changes = reference.gpt2.changing(target, None, 0)
+
+    def loss(changes):
+        lost = []
+        for ids in torch.tensor(plain.ids(text)).split(length):
+            logits, _ = plain.run(ids.tolist(), changes)
+            lost += torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none")
+        return float(sum(lost)) / len(lost)
+
+    with torch.no_grad():
+        expected = math.exp(loss(changes) - loss(None))
+    assert perplexity_ratio(model, text, target, length) == pytest.approx(expected, rel=1e-9)
+    assert abs(expected - 1) > 0.01
+
+
+def test_the_circuit_of_the_shipped_model_is_named_by_strength():
+    model = rp.load("demo", backend=zoo.BACKENDS[0])
+    found = circuit(model, 16)
+    heads = set(map(str, rp.heads(rp.ModelView(model))))
+    assert found.correct > 0.9
+    assert {*found.movers, *found.negative, *found.behind} <= heads
+    assert 1 <= len(found.movers) <= 5 and not set(found.movers) & set(found.negative)
+    assert len(set(found.behind)) == min(6, len(found.behind))

@@ -1,0 +1,131 @@
+"""Prompts, answers and numbers as flags and files give them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from resid_patching.cli.frame import UsageError
+
+
+def read_lines(path: str) -> list[str]:
+    """The non-empty lines of a UTF-8 file.
+
+    Raises:
+        UsageError: missing, a folder, unreadable, not UTF-8, or empty.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    lines = [line for line in text.split("\n") if line.strip()]
+    if not lines:
+        raise UsageError(f"{path} holds no text")
+    return [line.removesuffix("\r") for line in lines]
+
+
+def given_text(argument: str) -> str:
+    """A text as it was typed, whatever the locale: arguments are UTF-8.
+
+    Raises:
+        argparse.ArgumentTypeError: they are not.
+    """
+    if not any("\ud800" <= character <= "\udfff" for character in argument):
+        return argument
+    try:  # Python keeps bytes that the locale cannot read as halves of characters.
+        return os.fsencode(argument).decode("utf-8")
+    except UnicodeError:
+        raise argparse.ArgumentTypeError(f"{argument!r} is not UTF-8 text") from None
+
+
+def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that give prompts."""
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        type=given_text,
+        metavar="TEXT",
+        help="a prompt; may be given several times",
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="a UTF-8 file, one prompt a line, or prompt<TAB>answer<TAB>foil",
+    )
+
+
+def add_answer_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say which tokens a metric scores."""
+    parser.add_argument(
+        "--answer",
+        action="append",
+        type=given_text,
+        metavar="TOKEN",
+        help="the token scored, leading space included; once, or once for each prompt",
+    )
+    parser.add_argument(
+        "--foil",
+        action="append",
+        type=given_text,
+        metavar="TOKEN",
+        help="the token it is scored against; once, or once for each prompt",
+    )
+
+
+def read_prompts(
+    arguments: argparse.Namespace,
+) -> tuple[list[str], list[str] | None, list[str] | None]:
+    """The prompts that the flags give, with an answer and a foil for each where given.
+
+    Raises:
+        UsageError: no prompt, an unreadable file, or answers that do not match the prompts.
+    """
+    prompts, answers, foils = list(arguments.prompt or []), arguments.answer, arguments.foil
+    if arguments.prompts is not None:
+        rows = [line.split("\t") for line in read_lines(arguments.prompts)]
+        columns = {len(row) for row in rows}
+        if len(columns) > 1 or max(columns) > 3 or (max(columns) > 1 and prompts):
+            raise UsageError(
+                f"{arguments.prompts}: every line is a prompt, or prompt<TAB>answer, or "
+                "prompt<TAB>answer<TAB>foil, all alike"
+            )
+        prompts += [row[0] for row in rows]
+        if columns == {2} or columns == {3}:
+            if answers or foils:
+                raise UsageError(
+                    f"{arguments.prompts} holds the answers; leave out --answer and --foil"
+                )
+            answers = [row[1] for row in rows]
+            foils = [row[2] for row in rows] if columns == {3} else None
+    if not prompts:
+        raise UsageError('no prompt was given; use --prompt "..." or --prompts FILE')
+    return prompts, spread("answer", answers, prompts), spread("foil", foils, prompts)
+
+
+def spread(name: str, given: list[str] | None, prompts: list[str]) -> list[str] | None:
+    """One token for each prompt, from a flag given once or once for each.
+
+    Raises:
+        UsageError: given another number of times.
+    """
+    if given is None or len(given) == len(prompts):
+        return given
+    if len(given) == 1:
+        return given * len(prompts)
+    raise UsageError(
+        f"--{name} was given {len(given)} times for {len(prompts)} prompts; give it once, or "
+        "once for each prompt"
+    )
+
+
+def count(text: str) -> int:
+    """A whole number from 1, as a flag's value."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is too few; give 1 or more")
+    return value
