@@ -288,8 +288,14 @@ def _require_file_names(arguments: argparse.Namespace) -> None:
     """Refuses names that no file has."""
     flags = vars(arguments)
     for name in (*_INPUT_FILES, *_OUTPUT_FILES, "model", "lens", "out"):
-        if isinstance(path := flags.get(name), str) and "\0" in path:
+        if not isinstance(path := flags.get(name), str):
+            continue
+        if "\0" in path:
             raise UsageError(f"--{name} {path!r} holds a NUL character; no file has such a name")
+        try:
+            os.fsencode(path)
+        except UnicodeEncodeError:
+            raise UsageError(f"--{name} {path!r} is not text that a file's name can be") from None
 
 
 def _require_inputs_kept(arguments: argparse.Namespace) -> None:
