@@ -204,6 +204,8 @@ def test_a_folder_that_is_none_is_named(tmp_path):
         ("./missing", "there is no model folder './missing'"),
         ("~/missing/model", "there is no model folder"),
         ("a/b/c", "there is no model folder"),
+        ("Café", "there is no model folder 'Café'"),  # no name that the hub allows
+        ("-5", "there is no model folder '-5'"),
         ("", "there is no model folder ''"),
     ):
         with pytest.raises(ModelNotFoundError, match=message) as caught:

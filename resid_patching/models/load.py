@@ -117,9 +117,21 @@ def _local_folder(name_or_path: str | os.PathLike[str]) -> Path | None:
     if path.exists():
         raise ModelNotFoundError(f"{text} is a file; a Hugging Face model folder is needed")
     looks_like_path = isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~"))
-    if looks_like_path or text.count("/") > 1 or "\\" in text:
+    if looks_like_path or text.count("/") > 1 or "\\" in text or not _is_hub_name(text):
         raise absent
     return None
+
+
+def _is_hub_name(text: str) -> bool:
+    """Whether a model of the hub can have this name."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _build(
