@@ -17,8 +17,10 @@ import contextlib
 import hashlib
 import importlib
 import io
+import itertools
 import json
 import logging
+import os
 import random
 import re
 import shutil
@@ -257,20 +259,30 @@ class Ground:
         argv = self.line(rng)
         encoding = rng.choice(("utf-8", "utf-8", "cp1252", "ascii"))
         _reset(self.folder / "out")
+        here = self.folder / "here"  # what earlier lines wrote to names without a folder is gone
+        shutil.rmtree(here, ignore_errors=True)
+        here.mkdir()
         before, settings = _snapshot(self.folder / "out"), _settings()
+        back = os.getcwd()
+        os.chdir(here)
         try:
             code, stdout, stderr = run(argv, encoding)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
             return f"{argv}: {type(error).__name__}: {error}"
+        finally:
+            os.chdir(back)
         after = _snapshot(self.folder / "out")
         problems = [
             *_of_streams(code, stdout, stderr, "--debug" in argv),
             *_of_files(code, before, after, argv),
         ]
-        if _snapshot(self.folder / "in") != self.inputs:
-            problems.append("an input file was changed")
+        if (inputs := _snapshot(self.folder / "in")) != self.inputs:
+            asked = {name for name in inputs if str(self.folder / "in" / name) in _outputs(argv)}
+            kept = {name: inputs.get(name) for name in self.inputs if name not in asked}
+            if code != 0 or kept.items() != {n: self.inputs[n] for n in kept}.items():
+                problems.append("an input file was changed")
             shutil.rmtree(self.folder / "in")
             _fill(self.folder / "in")
         now = _settings()
@@ -278,6 +290,12 @@ class Ground:
         if not problems:
             return None
         return f"{argv} ({encoding}): {'; '.join(problems)}\n    stderr: {stderr[-400:]}"
+
+
+def _outputs(line: list[str]) -> set[str]:
+    """The files that a line asks to be written."""
+    flags = ("--json", "--csv", "--html", "--png", "--rows", "--out")
+    return {word for flag, word in itertools.pairwise(line) if flag in flags}
 
 
 def _options(line: list[str]) -> list[argparse.Action]:

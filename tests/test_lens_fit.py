@@ -576,6 +576,8 @@ def test_running_out_of_data_is_an_error():
         OutOfDataError, match=r"192000 tokens|1920\d+ tokens .* were asked for, but"
     ):
         text_windows(TEXT, tokens=192_000)
+    with pytest.raises(OutOfDataError, match="were asked for, but"):
+        text_windows(TEXT, tokens=10**30)
     with pytest.raises(OutOfDataError, match="hold 0 windows"):
         text_windows(iter([{"text": "Tom"}]))
     with pytest.raises(OutOfDataError, match="would be for validation"):

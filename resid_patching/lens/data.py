@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -115,7 +116,8 @@ class _Reader:
 
     def take(self, texts: Any, count: int | None, what: str) -> Tensor:
         """So many windows [window, pos], or all where count is None."""
-        windows = list(islice(self._windows(texts), count))
+        at_most = None if count is None else min(count, sys.maxsize)
+        windows = list(islice(self._windows(texts), at_most))
         if count is not None and len(windows) < count or not windows:
             asked = "at least one window" if count is None else f"{count * self.length} tokens"
             raise OutOfDataError(
