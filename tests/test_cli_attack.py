@@ -346,6 +346,7 @@ def test_what_cannot_be_read_is_named(capsys, tmp_path, monkeypatch, reads, name
     for path in (missing, folder, empty, bytes_):
         assert path.name in refused(capsys, *reads(name, path))
     assert "NUL" in refused(capsys, *reads(name, tmp_path / "a\0b.txt"))
+    assert "empty name" in refused(capsys, *reads(name, ""))
     assert "file's name" in refused(capsys, *reads(name, tmp_path / "\ud83d.txt"))
     really = io.open
 

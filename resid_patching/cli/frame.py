@@ -290,6 +290,8 @@ def _require_file_names(arguments: argparse.Namespace) -> None:
     for name in (*_INPUT_FILES, *_OUTPUT_FILES, "model", "lens", "out"):
         if not isinstance(path := flags.get(name), str):
             continue
+        if not path and name != "model":
+            raise UsageError(f"--{name} was given an empty name; give that of a file")
         if "\0" in path:
             raise UsageError(f"--{name} {path!r} holds a NUL character; no file has such a name")
         try:
