@@ -853,7 +853,7 @@ def test_only_readers_of_the_model_read(toy, reader):
 @pytest.mark.parametrize(
     ("readers", "message"),
     [
-        (["1.2.q", "L1H2.q"], "1.2.q was given twice"),
+        (["1.2.q", "1.2.q"], "1.2.q was given twice"),
         (["logits", "resid_post.2"], "resid_post.2 was given twice (once as logits)"),
     ],
 )
