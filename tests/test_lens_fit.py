@@ -324,6 +324,51 @@ def test_states_without_logits_are_the_same_and_the_model_is_left_as_it_was(back
 # The fit
 
 
+def small_layer():
+    zeros = [torch.zeros(shape, requires_grad=True) for shape in ((4, 4), (4,))]
+    best = [part.detach().clone() for part in zeros]
+    return loop.Layer("resid_pre.1", *zeros, 3.0, 2.0, *best)
+
+
+def test_a_layer_waits_for_so_many_looks_without_progress_and_keeps_its_best():
+    layer = small_layer()
+    for kl, waited, stopped in [
+        (2.0, 1, False),  # no better is no progress
+        (1.5, 0, False),
+        (1.6, 1, False),
+        (1.5, 2, True),
+    ]:
+        with torch.no_grad():
+            layer.weight += 1
+        layer.look(kl, 2)
+        assert (layer.waited, layer.stopped) == (waited, stopped)
+    assert layer.kl == 1.5 and layer.best_weight.eq(2).all()
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam", "sgd"])
+def test_a_first_step_is_of_the_rate_in_the_layers_own_units(optimizer):
+    def moved(rate):
+        layer = small_layer()
+        loop.equip(layer, Plan(10, 5, 3, optimizer, rate, 1.0, 1, 1, seed=4), last_spread=5.0)
+        layer.weight.grad, layer.bias.grad = torch.eye(4), torch.ones(4)
+        for one in layer.optimizers:
+            one.step()
+        return layer.weight.detach(), layer.bias.detach()
+
+    weight, bias = moved(0.01)
+    sizes = {  # SGD: Nesterov's first step; Adam: one rate; both scaled where they should be
+        "sgd": (-0.01 * 1.9, -0.01 * 1.9),
+        "adam": (-0.01 * 3.0 / 2, -0.01 * 5.0),
+        "muon": (None, -0.01 * 5.0),
+    }[optimizer]
+    if sizes[0] is not None:
+        torch.testing.assert_close(weight, sizes[0] * torch.eye(4), rtol=1e-4, atol=0)
+    torch.testing.assert_close(bias, torch.full((4,), sizes[1]), rtol=1e-4, atol=0)
+    for one, twice in zip((weight, bias), moved(0.02), strict=True):
+        torch.testing.assert_close(2 * one, twice, rtol=1e-3, atol=0)
+    assert weight.trace() < -0.01
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adam", "sgd"])
 @backends
 def test_every_translator_beats_the_logit_lens_on_text_it_never_saw(backend, optimizer):
