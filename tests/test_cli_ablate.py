@@ -94,18 +94,22 @@ def test_zero_is_the_effect_of_the_library(capsys, tmp_path, model, joint, posit
     assert ("together" in out) == joint
 
 
+@pytest.mark.parametrize("metric", ["kl", "loss"])
 @pytest.mark.parametrize("joint", [False, True])
-def test_each_position_in_turn_is_the_sweep_of_the_library(capsys, tmp_path, model, joint):
+def test_each_position_in_turn_is_the_sweep_of_the_library(capsys, tmp_path, model, joint, metric):
     """One prompt is shorter: its last places are no numbers, on the screen too."""
-    page = tmp_path / "page.html"
-    flags = ["--positions", "each", "--metric", "kl", "--html", str(page), *["--joint"] * joint]
+    page, prompts = tmp_path / "page.html", [PROMPTS[0], f"{PROMPTS[0]} and {PROMPTS[0]}"]
+    flags = ["--positions", "each", "--metric", metric, "--html", str(page), *["--joint"] * joint]
     found, out = effect_of(
         *(capsys, tmp_path, "zero", "attn.1", "2.0", "--model", model),
-        *(*both("--prompt", [PROMPTS[0], f"{PROMPTS[0]} and {PROMPTS[0]}"]), *flags),
+        *(*both("--prompt", prompts), *flags),
     )
-    run_ = rp.capture(rp.load(model), [PROMPTS[0], f"{PROMPTS[0]} and {PROMPTS[0]}"])
+    base = rp.capture(rp.load(model), prompts)
     expected = rp.ablate(
-        *(run_, ["attn.1", "2.0"], rp.Zero()), metric=rp.kl(), joint=joint, positions="each"
+        *(base, ["attn.1", "2.0"], rp.Zero()),
+        metric=getattr(rp, metric)(),
+        joint=joint,
+        positions="each",
     )
     torch.testing.assert_close(found.values, expected.values, equal_nan=True)
     assert found.axes == expected.axes
@@ -113,7 +117,7 @@ def test_each_position_in_turn_is_the_sweep_of_the_library(capsys, tmp_path, mod
     means = expected.mean(expected.total)
     target, place = divmod(int(means.nan_to_num().abs().argmax()), means.shape[1])
     table, _, grid = out.partition("by position")
-    first = table.split("each position in turn")[1].splitlines()[3]
+    first = table.split("-\n", 1)[1].splitlines()[0]  # below the line under the heads
     name = "attn.1 + 2.0" if joint else found.targets[target]
     assert f"{name} at {place} " in first and f"{float(means[target, place]):+.4f}" in first
     row = next(line for line in grid.splitlines() if line.startswith(name)).removeprefix(name)

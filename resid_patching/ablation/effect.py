@@ -229,6 +229,11 @@ class Effect(Result):
         return Result(values, axes, self.unit, self.provenance)
 
     @property
+    def has_perplexity(self) -> bool:
+        """Whether there is a `perplexity`: the metric is the loss, and each target has one cell."""
+        return self.weights is not None and self.columns is None
+
+    @property
     def perplexity(self) -> pandas.DataFrame:
         """Perplexity before, after and their ratio, over all tokens of all prompts.
 

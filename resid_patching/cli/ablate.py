@@ -413,7 +413,7 @@ def _as_json(
     for flag in ("reference", "over", "source", "pairing", "seed"):
         if hasattr(arguments, flag):
             body[flag] = getattr(arguments, flag)
-    if effect.weights is not None and effect.columns is None:
+    if effect.has_perplexity:
         frame = effect.perplexity.replace([math.inf], None)
         body["perplexity"] = frame.to_dict("records")
     return json.dumps(body, ensure_ascii=False, indent=1, allow_nan=False) + "\n"

@@ -42,7 +42,7 @@ def print_effect(out: Console, effect: Effect, *, top: int, grid: bool) -> None:
 def _print_baseline(out: Console, effect: Effect) -> None:
     value = float(effect.mean(effect.baseline))
     items = [f"{printable(effect.metric)}:", f"{value:+.4f} {effect.unit}"]
-    if effect.weights is not None and effect.columns is None:
+    if effect.has_perplexity:
         items.append(f"perplexity {_short(float(effect.perplexity['before'].iloc[0]))}")
     if effect.baseline.shape[0] > 1:
         items.append(f"({averaged(effect)})")
@@ -97,20 +97,19 @@ def _columns(effect: Effect) -> dict[str, list[str]]:
     total, direct = (effect.mean(part).flatten() for part in (effect.total, effect.direct))
     columns = {"total": [signed(value) for value in total]}
     if effect.baseline.shape[0] > 1:
-        columns["sd"] = spreads(effect)
+        columns["sd"] = [unsigned(value) for value in spreads(effect)]
     columns["direct"] = [signed(value) for value in direct]
     columns["indirect"] = [signed(value) for value in total - direct]
-    if effect.weights is not None and effect.columns is None:
+    if effect.has_perplexity:
         frame = effect.perplexity
         columns["perplexity"] = [_short(value) for value in frame["after"].tolist()]
         columns["ratio"] = [f"x{_short(value)}" for value in frame["ratio"].tolist()]
     return columns
 
 
-def spreads(effect: Effect) -> list[str]:
-    """The standard deviation over prompts of each total."""
-    found = effect.total.detach().cpu().double().std(-1).flatten()
-    return ["n/a" if bool(value.isnan()) else f"{float(value):.4f}" for value in found]
+def spreads(effect: Effect) -> Any:
+    """The standard deviation over prompts of each total, cell by cell."""
+    return effect.total.detach().cpu().double().std(-1).flatten()
 
 
 def target_text(target: str) -> str:
@@ -122,6 +121,17 @@ def target_text(target: str) -> str:
 def signed(value: Any) -> str:
     """A number with its sign."""
     return "n/a" if bool(value.isnan()) else f"{float(value):+.4f}"
+
+
+def unsigned(value: Any) -> str:
+    """A number that has no sign."""
+    return "n/a" if bool(value.isnan()) else f"{float(value):.4f}"
+
+
+def by_size(values: Any) -> list[int]:
+    """Places of a list of values, largest first; NaN is left out."""
+    order = values.nan_to_num().abs().sort(descending=True, stable=True).indices.tolist()
+    return [number for number in order if not bool(values[number].isnan())]
 
 
 def _short(value: float) -> str:
@@ -161,9 +171,7 @@ def print_crossed(
     """
     assert effect.columns is not None
     total = effect.mean(effect.total)
-    sizes, none = total.nan_to_num().abs(), total.isnan()
-    rows = sorted(_strongest(sizes.amax(1), none.all(1), top))
-    columns = sorted(_strongest(sizes.amax(0), none.all(0), top))
+    rows, columns = (sorted(by_size(_largest(part))[:top]) for part in (total, total.T))
     means = total[rows][:, columns]
     said = legend if bool(means.isnan().any()) else ""
     out.print()
@@ -173,17 +181,18 @@ def print_crossed(
     labels = [printable(str(effect.columns.labels[number])) for number in columns]
     print_cells(out, means, [f"{n:<{width}}" for n in names], labels, missing=missing, heat=True)
     left = []
-    counted = ((row, rows, len(sizes)), (effect.columns.name, columns, sizes.shape[1]))
-    for what, shown, n_all in counted:
+    counted = ((row, rows), (effect.columns.name, columns))
+    for (what, shown), n_all in zip(counted, total.shape, strict=True):
         if n := n_all - len(shown):
             left.append(f"{n} more {what}{'s' * (n > 1)}")
     if left:
         out.print(f"and {' and '.join(left)}, {left_out} (--top N shows more)")
 
 
-def _strongest(sizes: Any, none: Any, top: int) -> list[int]:
-    order = sizes.sort(descending=True, stable=True).indices.tolist()
-    return [number for number in order if not bool(none[number])][:top]
+def _largest(values: Any) -> Any:
+    """The largest size in each row; NaN where a row has no number."""
+    sizes = values.nan_to_num().abs().amax(1)
+    return sizes.masked_fill(values.isnan().all(1), math.nan)
 
 
 def print_cells(

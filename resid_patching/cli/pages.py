@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from resid_patching.cli.effects import spreads
 from resid_patching.cli.page import Number, Page
 from resid_patching.cli.screen import quoted
 
@@ -133,7 +134,7 @@ def _about_effect(effect: Effect) -> list[tuple[str, object]]:
         ("metric", f"{metric_words(effect)}, in {effect.unit}"),
         ("baseline", f"{float(effect.mean(effect.baseline)):+.4f} {effect.unit}"),
     ]
-    if effect.weights is not None and effect.columns is None:
+    if effect.has_perplexity:
         rows.append(("perplexity", f"{float(effect.perplexity['before'].iloc[0]):.4g}"))
     return rows
 
@@ -153,9 +154,9 @@ def _effect_table(page: Page, effect: Effect, name: str, extra: Mapping[str, Any
     columns = [*labels, "total", "direct", "indirect"]
     several = effect.baseline.shape[0] > 1
     columns += ["sd over prompts"] * several
-    losses = effect.perplexity if effect.weights is not None and beside is None else None
+    losses = effect.perplexity if effect.has_perplexity else None
     columns += ["perplexity", "ratio"] * (losses is not None)
-    spreads = effect.total.detach().cpu().double().std(-1).flatten() if several else None
+    spread = spreads(effect) if several else None
     order = total.nan_to_num().abs().sort(descending=True, stable=True).indices.tolist()
     if beside is not None:
         order = [n for n in order if not bool(total[n].isnan())]
@@ -163,8 +164,8 @@ def _effect_table(page: Page, effect: Effect, name: str, extra: Mapping[str, Any
     for n in order[:_MOST_ROWS]:
         row: list[object] = [_text(label) for label in cells[n]]
         row += [signed(total[n]), signed(direct[n]), signed(total[n] - direct[n])]
-        if spreads is not None:
-            row.append(plain(spreads[n]))
+        if spread is not None:
+            row.append(plain(spread[n]))
         if losses is not None:
             after, ratio = float(losses["after"].iloc[n]), float(losses["ratio"].iloc[n])
             row += [Number(after, f"{after:.4g}"), Number(ratio, f"×{ratio:.4g}")]

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from resid_patching.cli.effects import (
     averaged,
+    by_size,
     print_cells,
     print_crossed,
     signed,
     spreads,
     target_text,
     unit_text,
+    unsigned,
 )
 from resid_patching.cli.screen import bar, fancy, new_table, print_line, print_model, quoted
 from resid_patching.markup import printable
@@ -189,7 +191,7 @@ def _print_senders(out: Console, found: Found, top: int) -> None:
     total, direct = effect.mean(effect.total), effect.mean(effect.direct)
     columns = {"total": [signed(value) for value in total]}
     if effect.baseline.shape[0] > 1:
-        columns["sd"] = spreads(effect)
+        columns["sd"] = [unsigned(value) for value in spreads(effect)]
     if not _ends_at_logits(effect):
         columns["direct"] = [signed(value) for value in direct]
         columns["indirect"] = [signed(value) for value in total - direct]
@@ -198,7 +200,7 @@ def _print_senders(out: Console, found: Found, top: int) -> None:
         columns["recovery"] = [_share(value) for value in shares]
     if found.linearised is not None:
         columns["linearised"] = [signed(v) for v in effect.mean(found.linearised)]
-    order = _by_size(total)
+    order = by_size(total)
     shown = order[:top] or list(range(len(effect.targets)))[:top]
     table = new_table("sender", *columns, "")
     for number in shown:
@@ -214,12 +216,6 @@ def _bar(value: Any, values: Tensor) -> str:
     """A bar, none where the numbers all read as 0."""
     largest = float(values.nan_to_num().abs().max())
     return bar(float(value.nan_to_num()), largest if largest >= 5e-5 else 0.0, 10)
-
-
-def _by_size(values: Tensor) -> list[int]:
-    """Places of a list of values, largest first; NaN is left out."""
-    order = values.nan_to_num().abs().sort(descending=True, stable=True).indices.tolist()
-    return [number for number in order if not bool(values[number].isnan())]
 
 
 def _print_left_out(out: Console, n: int, what: str, n_all: int) -> None:
@@ -252,7 +248,7 @@ def _print_edges(out: Console, found: Found, top: int) -> None:
     total, direct = effect.mean(effect.total), effect.mean(effect.direct)
     shares = _shares(found)
     linearised = None if found.linearised is None else effect.mean(found.linearised)
-    order = _by_size(total.flatten())
+    order = by_size(total.flatten())
     names = ["total", "direct", "indirect"]
     names += ["recovery"] * (shares is not None) + ["linearised"] * (linearised is not None)
     table = new_table("path", *names, "")

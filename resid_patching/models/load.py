@@ -116,8 +116,7 @@ def _local_folder(name_or_path: str | os.PathLike[str]) -> Path | None:
         )
     if path.exists():
         raise ModelNotFoundError(f"{text} is a file; a Hugging Face model folder is needed")
-    looks_like_path = isinstance(name_or_path, os.PathLike) or text.startswith((".", "/", "~"))
-    if looks_like_path or text.count("/") > 1 or "\\" in text or not _is_hub_name(text):
+    if isinstance(name_or_path, os.PathLike) or not _is_hub_name(text):
         raise absent
     return None
 

@@ -38,9 +38,9 @@ def ablations(model: Any) -> Cases:
     """Zero and mean sweeps of every head and layer, at all positions and at the last."""
     reference = rp.capture(model, ids(PROMPTS, LENGTH, seed=3))
     kinds = {"zero": rp.Zero(), "mean": rp.Mean(reference, over=("batch",))}
+    tokens, targets = ids(PROMPTS, LENGTH), sweep_targets(model)
     for name, kind in kinds.items():
-        tokens = ids(PROMPTS, LENGTH)
-        yield from _sweeps(model, tokens, name, kind, sweep_targets(model), SOME)
+        yield from _sweeps(model, tokens, name, kind, targets, SOME)
 
 
 def long_ablations(model: Any) -> Cases:
