@@ -30,9 +30,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from resid_patching.address import FinalNormBias, UnembedBias
-from resid_patching.decomposition import TOLERANCE, By, decompose
+from resid_patching.decomposition import By, decompose
 from resid_patching.errors import GapError, TokenError
-from resid_patching.models import ModelView, exact, require
+from resid_patching.models import TOLERANCE, ModelView, exact, require
 from resid_patching.prompts import PositionIndex, Positions, Tokens, tokens_for
 from resid_patching.result import Axis, Result, provenance
 from resid_patching.run import RowReader, Run

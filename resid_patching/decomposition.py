@@ -37,14 +37,11 @@ from resid_patching.address import (
     hook_name,
 )
 from resid_patching.errors import GapError
-from resid_patching.models import ModelView, exact, require
+from resid_patching.models import TOLERANCE, ModelView, exact, require
 from resid_patching.prompts import Positions
 from resid_patching.run import RowReader, Run
 
 By = Literal["component", "head", "neuron"]
-
-# Relative to the largest term: rounding of the model's own sums and matrix products.
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
 
 def writers_of(view: ModelView, by: By) -> list[Writer]:

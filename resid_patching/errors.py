@@ -54,6 +54,10 @@ class NotFiniteError(UnsupportedModelError):
     """Weights, or states on the prompts given, that are NaN or infinite."""
 
 
+class ModelChangedError(ResidPatchingError, RuntimeError):
+    """A model that computes otherwise than when the run was captured."""
+
+
 class TrainingModeError(ResidPatchingError, RuntimeError):
     """The model is in training mode, where dropout makes two equal runs differ."""
 

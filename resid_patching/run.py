@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from resid_patching.address import Address, Stream, hook_name, is_by_position
+from resid_patching.address import (
+    MLP,
+    Address,
+    Attn,
+    Head,
+    HeadInput,
+    Neuron,
+    PosEmbed,
+    Stream,
+    hook_name,
+    is_by_position,
+)
 from resid_patching.errors import CacheMismatchError
-from resid_patching.models import ModelView, as_view, require
+from resid_patching.models import TOLERANCE, ModelView, as_view, require
 from resid_patching.prompts import PositionIndex, Positions, PromptLike, Prompts, prepare
 
 RowReader = Callable[[Tensor, slice], None]
@@ -32,7 +44,10 @@ class CacheLike(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Prompts on a model. What a Run fetched is never changed by anyone.
+    """Prompts on a model at one moment. What a Run fetched is never changed by anyone.
+
+    Everything is computed with the model as it was when the run was captured. Where it computes
+    otherwise by now, what asks for more raises ModelChangedError.
 
     Attributes:
         view: the model.
@@ -46,7 +61,7 @@ class Run:
     max_bytes: int = DEFAULT_MAX_BYTES
     cache: Mapping[str, Tensor] | None = None
     _kept: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    _finals: dict[tuple[int, ...], Tensor] = field(default_factory=dict, repr=False)
+    _own: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
         return f"Run({self.view.name}, {self.view.kind}, {self.prompts!r})"
@@ -74,8 +89,11 @@ class Run:
             at: the positions of the logits; None for all.
 
         Raises:
-            CacheMismatchError: the caller's cache lacks a hook that is needed.
+            ModelChangedError: the model computes otherwise than when the run was captured.
+            CacheMismatchError: the caller's cache lacks a hook that is needed, or is not the
+                model's own on these prompts.
         """
+        self.view.require_unchanged()
         if self.cache is not None:
             self._read_cache(readers)
             readers = {}
@@ -107,11 +125,20 @@ class Run:
         whole `hook_post` of the layer, patterns [batch, head, query, key]. The tensor is the Run's
         own: clone before any change.
         """
-        self.fetch_all([address])
+        if hook_name(address) not in self._kept:
+            self.fetch_all([address])
         return self._kept[hook_name(address)]
 
     def fetch_all(self, addresses: Iterable[Address]) -> None:
-        """Fetches several activations in one pass; `fetch` then gives them."""
+        """Fetches several activations in one pass; `fetch` then gives them.
+
+        Raises:
+            ModelChangedError: the model computes otherwise than when the run was captured.
+        """
+        if self._kept:
+            self.view.require_unchanged(whole=True)
+            if self.view.user_hooks():  # what they do may depend on anything
+                self._kept.clear()
         names = {hook_name(address) for address in addresses} - set(self._kept)
         parts: dict[str, list[Tensor]] = {name: [] for name in names}
 
@@ -125,13 +152,44 @@ class Run:
 
     @property
     def own_final(self) -> Float[Tensor, "batch pos d_model"]:
-        """The last stream state of a pass of the model as it is now, whatever the cache holds."""
-        mark = self.view.fingerprint()
-        if mark not in self._finals:
-            own = Run(self.view, self.prompts, self.max_bytes)
-            self._finals.clear()
-            self._finals[mark] = own.fetch(Stream(self.view.n_layers - 1, "post"))
-        return self._finals[mark]
+        """The last stream state of a pass of the model itself, whatever the cache holds."""
+        self.require_own_cache()
+        return self._own[_last(self.view)]
+
+    def require_own_cache(self) -> None:
+        """Holds the caller's cache to a pass of the model, before it is first used.
+
+        Raises:
+            CacheMismatchError: an activation is not the model's own on these prompts.
+        """
+        if self.cache is None or self._own:
+            return
+        own, last = Run(self.view, self.prompts, self.max_bytes), _last(self.view)
+        kept: list[Tensor] = []
+
+        def keep(tensor: Tensor, rows: slice) -> None:
+            kept.append(tensor.detach().clone())
+
+        held = [name for name in _readable(self.view) if name in self.cache]
+        readers = {name: partial(self._compare_cache, name) for name in held}
+        own.sweep({**readers, last: keep})
+        self._own[last] = self._lay_out(kept, True)
+        if last in readers:
+            readers[last](self._own[last], slice(0, len(self)))
+
+    def _compare_cache(self, name: str, tensor: Tensor, rows: slice) -> None:
+        assert self.cache is not None
+        theirs = self.cache[name] if len(self.cache[name]) == 1 else self.cache[name][rows]
+        theirs = theirs[:, : tensor.shape[1]].to(tensor.device, tensor.dtype).expand_as(tensor)
+        where = self.prompts.mask[rows, : tensor.shape[1]].to(tensor.device)
+        tensor, theirs = (t[where[: len(t)]] for t in (tensor, theirs))
+        error = (tensor - theirs).abs().amax()
+        if not error <= TOLERANCE[tensor.dtype] * tensor.abs().amax():
+            raise CacheMismatchError(
+                f"the cache's {name} differs from the model's own by {float(error):.1e} in prompts "
+                f"{rows.start} to {rows.stop - 1}: the cache was made from other prompts, or by "
+                "another model or under other hooks. Make it anew, or capture without one."
+            )
 
     def _lay_out(self, parts: list[Tensor], by_position: bool) -> Tensor:
         if len(parts[0]) == 1 and len(self) > 1 and len(parts) == 1:
@@ -191,6 +249,7 @@ class Run:
                 f"the cache lacks {', '.join(missing[:4])}{' …' if len(missing) > 4 else ''}, "
                 "which this analysis reads. Cache everything, or capture without a cache."
             )
+        self.require_own_cache()
         for name, reader in readers.items():
             reader(self.cache[name], slice(0, len(self)))
 
@@ -226,6 +285,21 @@ def capture(
     require(view, "stream", "readout")
     laid_out = None if cache is None else _realign(view, ready, cache, prompts)
     return Run(view, ready, max_bytes, laid_out)
+
+
+def _last(view: ModelView) -> str:
+    return hook_name(Stream(view.n_layers - 1, "post"))
+
+
+def _readable(view: ModelView) -> list[str]:
+    """Names of the activations by position that any analysis reads."""
+    found = [hook_name(PosEmbed())]
+    for layer in range(view.n_layers):
+        parts = (Attn(layer), MLP(layer), Head(layer, 0), Neuron(layer, 0))
+        states = [Stream(layer, "pre"), Stream(layer, "mid"), Stream(layer, "post")]
+        inputs = [HeadInput(layer, 0, "q"), HeadInput(layer, 0, "k"), HeadInput(layer, 0, "v")]
+        found += [hook_name(address) for address in (*parts, *states, *inputs)]
+    return found
 
 
 def _bind(reader: RowReader, rows: slice) -> Callable[[Tensor], None]:

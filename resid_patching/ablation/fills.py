@@ -174,6 +174,7 @@ def _require_same_model(run: Run, other: Run, name: str) -> None:
             f"the {name} is a run of {other.view.name} ({other.view.kind}), another model object "
             f"than the run's {run.view.name} ({run.view.kind}); capture both on the same model"
         )
+    other.view.require_unchanged()
 
 
 def _partners(run: Run, kind: Resample) -> Tensor:

@@ -31,7 +31,7 @@ from resid_patching.errors import (
 )
 from resid_patching.files import as_json
 from resid_patching.metrics import Metric
-from resid_patching.models import Memory, ModelView
+from resid_patching.models import ModelView
 from resid_patching.processes import Team
 from resid_patching.prompts import PositionIndex
 from resid_patching.rerun import Piece, Reading, Route, Share
@@ -46,7 +46,6 @@ Name = tuple[str, "str | int | None"]
 
 # A step is as many pieces as take about so long, in seconds: less is spent on the way than worked.
 _STEP = 1.0
-_BLOCK = 2**24
 # How far a clean run may be from the one that the rows were made with: other threads and other
 # machines round otherwise.
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
@@ -249,6 +248,7 @@ def identity_of(
     Raises:
         AblationError: a run that reads a cache of the caller's, of which nothing can be known.
     """
+    run.view.require_unchanged(whole=True)
     using = kind.using if isinstance(kind, Path) else kind
     other = using.reference if isinstance(using, Mean) else None
     other = using.source if isinstance(using, Resample) else other
@@ -270,7 +270,7 @@ def identity_of(
         "dtype": origin.dtype,
         "device": run.view.device.type,
         "backend": f"{origin.backend}, TransformerLens {origin.transformer_lens}",
-        "weights": _weights.of(run.view),
+        "weights": run.view.state.digest,
         "prompts": f"{origin.n_prompts} prompts, sha256 {origin.tokens}",
         "other prompts": None if other is None else f"sha256 {other.prompts.hash}",
         "other positions": at,
@@ -293,15 +293,3 @@ def _hash_of(tensors: Sequence[Tensor | None]) -> str:
         numbers = None if tensor is None else tensor.tolist()
         digest.update(f"{numbers};".encode())
     return f"sha256 {digest.hexdigest()}"
-
-
-def _hash_weights(view: ModelView) -> str:
-    digest = hashlib.sha256()
-    for parameter in view.model.parameters():
-        digest.update(f"{tuple(parameter.shape)}{parameter.dtype}".encode())
-        for block in parameter.detach().reshape(-1).split(_BLOCK):
-            digest.update(block.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return f"sha256 {digest.hexdigest()}"
-
-
-_weights = Memory(_hash_weights)

@@ -36,7 +36,6 @@ from resid_patching.errors import (
 )
 from resid_patching.lens import resume as resuming
 from resid_patching.lens.data import Windows, read_windows
-from resid_patching.lens.fingerprint import fingerprint
 from resid_patching.lens.harvest import Held, harvest
 from resid_patching.lens.loop import (
     RATES,
@@ -434,7 +433,7 @@ class _Fit:
                 "looks": state.looks,
             },
         }
-        assert self.lens.fingerprint == fingerprint(self.view), "the model changed during the fit"
+        self.view.require_unchanged(whole=True)
 
 
 @dataclass(frozen=True, eq=False)

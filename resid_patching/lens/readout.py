@@ -116,7 +116,7 @@ class LensReadout:
         return self.measure("rank", tokens=tokens)["rank"]
 
     def _scalar(self, name: str) -> LensResult:
-        self._forget_if_changed()
+        self._require_unchanged()
         if name not in self._memo:
             self._memo.update(self.measure(*_ALWAYS))
         return self._memo[name]
@@ -340,7 +340,7 @@ class LensReadout:
 
     def _chunks(self) -> Iterator[Chunk]:
         """The run in chunks; kept for the next time where it is small."""
-        self._forget_if_changed()
+        self._require_unchanged()
         if "chunks" in self._memo:
             yield from self._memo["chunks"]
             return
@@ -355,11 +355,10 @@ class LensReadout:
         if kept is not None:
             self._memo["chunks"] = kept
 
-    def _forget_if_changed(self) -> None:
-        fingerprint = self.run.view.fingerprint()
-        if self._memo.get("fingerprint") != fingerprint:
+    def _require_unchanged(self) -> None:
+        self.run.view.require_unchanged(whole=bool(self._memo))
+        if self.run.view.user_hooks():  # what they do may depend on anything
             self._memo.clear()
-            self._memo["fingerprint"] = fingerprint
 
     def _results(
         self, found: dict[str, Tensor], wanted: Wanted, tokens: Tokens | None

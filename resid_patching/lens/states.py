@@ -10,10 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from resid_patching.address import Address, Stream, hook_name
-from resid_patching.decomposition import TOLERANCE
 from resid_patching.errors import CacheMismatchError, ReadoutMismatchError
 from resid_patching.lens.unembed import Unembedding
-from resid_patching.models import ModelView, exact
+from resid_patching.models import TOLERANCE, ModelView, exact
 from resid_patching.run import Run
 
 _CHECKED = 4
@@ -84,6 +83,7 @@ def read_chunk(run: Run, addresses: Sequence[Address], rows: slice) -> Chunk:
     readers = {hook_name(a): _keeper(held, a) for a in wanted} if run.cache is None else {}
     logits = view.forward(prompts.tokens[rows, :width], readers)
     if run.cache is not None:
+        run.require_own_cache()
         held = _from_cache(run, wanted, rows, width)
     count = len(prompts.lengths[rows])
     flat = {a: t.expand(count, *t.shape[1:]).flatten(0, 1) for a, t in held.items()}

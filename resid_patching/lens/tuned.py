@@ -264,9 +264,7 @@ class TunedLens(nn.Module):
         def translate(row: int, states: Tensor) -> Tensor:
             return states if row == n_layers else self._move(number, states)
 
-        kept = {
-            key: readout._memo[key] for key in ("chunks", "fingerprint") if key in readout._memo
-        }
+        kept = {key: readout._memo[key] for key in ("chunks",) if key in readout._memo}
         return dataclasses.replace(readout, translate=translate, _memo=kept)
 
     # Other weights of the same model

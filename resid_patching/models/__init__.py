@@ -1,10 +1,17 @@
 """Loading models, reading them, and checking that they can be read."""
 
-from resid_patching.models.guards import Processing, Report, report, require
+from resid_patching.models.guards import (
+    READOUT_TOLERANCE,
+    Processing,
+    Report,
+    hook_note,
+    report,
+    require,
+)
 from resid_patching.models.load import DEMO_FOLDER, load
 from resid_patching.models.memory import Memory
 from resid_patching.models.norm import Norm
-from resid_patching.models.precision import exact, float64_home, uncast
+from resid_patching.models.precision import TOLERANCE, exact, float64_home, uncast
 from resid_patching.models.view import (
     HookedModel,
     ModelView,
@@ -16,6 +23,8 @@ from resid_patching.models.view import (
 
 __all__ = [
     "DEMO_FOLDER",
+    "READOUT_TOLERANCE",
+    "TOLERANCE",
     "HookedModel",
     "Memory",
     "ModelView",
@@ -27,6 +36,7 @@ __all__ = [
     "compute_dtype",
     "exact",
     "float64_home",
+    "hook_note",
     "load",
     "report",
     "require",

@@ -39,7 +39,7 @@ from resid_patching.models.view import ModelView
 Capability = Literal["stream", "readout", "heads", "neurons"]
 
 _STREAM_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2}
-_READOUT_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2}
+READOUT_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2}
 _LOOSE = 5e-2
 _PROBE_LENGTH = 6
 
@@ -75,14 +75,16 @@ class Report:
 def require(view: ModelView, *capabilities: Capability) -> None:
     """Raises the named error of the first capability that this model fails.
 
-    The checks run once for a model and again after its weights, hooks or modes change.
+    The checks run once for a model, and again after anything that it computes with has changed.
 
     Raises:
+        ModelChangedError: the model is no longer what it was when the view was made.
         TrainingModeError: dropout is on.
         NotFiniteError: weights are NaN or infinite.
         StreamMismatchError, ReadoutMismatchError, HeadMismatchError, NeuronMismatchError: the
             identity that the analysis stands on does not hold.
     """
+    view.require_unchanged()
     view.require_eval()
     failures = report(view).failures
     for capability in capabilities:
@@ -248,7 +250,7 @@ def _check_stream(view: ModelView, states: dict[str, Tensor]) -> StreamMismatchE
                 return StreamMismatchError(
                     f"{view.name} ({view.kind}), layer {layer}: {text} fails by {error:.1e} of "
                     f"the stream (tolerance {tolerance:.0e}). Its sublayer outputs are not what "
-                    f"is added to the stream, so parts would not sum.{_hook_note(view)}"
+                    f"is added to the stream, so parts would not sum.{hook_note(view)}"
                 )
     last = states[hook_name(Stream(view.n_layers - 1, "post"))]
     error = _difference(last[0, :-1], last[1, :-1])
@@ -286,7 +288,7 @@ def _stream_identities(
 def _check_readout(
     view: ModelView, states: dict[str, Tensor], logits: Tensor, raw: Tensor
 ) -> ReadoutMismatchError | None:
-    tolerance = _READOUT_TOLERANCE.get(view.dtype, _LOOSE)
+    tolerance = READOUT_TOLERANCE.get(view.dtype, _LOOSE)
     capped = raw if view.softcap is None else view.softcap * torch.tanh(raw / view.softcap)
     if not (error := _difference(capped, logits)) <= tolerance:
         return ReadoutMismatchError(
@@ -298,7 +300,7 @@ def _check_readout(
         return ReadoutMismatchError(
             f"{view.name} ({view.kind}): final norm and unembedding of the last stream state "
             f"differ from the model's logits by {error:.1e} of their size (tolerance "
-            f"{tolerance:.0e}).{_hook_note(view)}"
+            f"{tolerance:.0e}).{hook_note(view)}"
         )
     return None
 
@@ -346,7 +348,7 @@ def _check_parts(
             return error_type(
                 f"{view.name} ({view.kind}), layer {layer}: {text} fails by {error:.1e} "
                 f"(tolerance {tolerance:.0e}), as with a norm after the sublayer, so its parts "
-                f"cannot be told apart exactly. Use by='component'.{_hook_note(view)}"
+                f"cannot be told apart exactly. Use by='component'.{hook_note(view)}"
             )
     return None
 
@@ -359,9 +361,10 @@ def _sum_of_neurons(view: ModelView, layer: int, post: Tensor) -> Tensor:
     return torch.einsum("bpn,nm->bpm", post, view.W_out(layer)) + view.b_out(layer)
 
 
-def _hook_note(view: ModelView) -> str:
+def hook_note(view: ModelView) -> str:
+    """A sentence that names the caller's hooks, where there are any."""
     hooks = view.user_hooks()
     if not hooks:
         return ""
     shown = ", ".join(hooks[:3]) + (" and more" if len(hooks) > 3 else "")
-    return f" Hooks of yours are on at {shown}; model.reset_hooks() takes them off."
+    return f" Hooks or functions of yours are on at {shown}."

@@ -1,10 +1,9 @@
-"""What was found about a model, kept for as long as it stays as it was."""
+"""What was found out about a model, kept for as long as it stays as it was."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from resid_patching.models.view import ModelView
 
@@ -12,22 +11,18 @@ T = TypeVar("T")
 
 
 class Memory(Generic[T]):
-    """Findings about models, each kept while its model lives and is as it was found.
+    """Findings about models, each kept with the state of the model that it is about.
 
     Args:
-        find: makes the finding for a model that is new or has changed.
+        find: makes the finding for a state that it was not made for yet.
     """
 
     def __init__(self, find: Callable[[ModelView], T]) -> None:
         self._find = find
-        self._known: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], T]] = (
-            weakref.WeakKeyDictionary()
-        )
 
     def of(self, view: ModelView) -> T:
-        """The finding for a model as it is now."""
-        fingerprint = view.fingerprint()
-        known = self._known.get(view.model)
-        if known is None or known[0] != fingerprint:
-            known = self._known[view.model] = (fingerprint, self._find(view))
-        return known[1]
+        """The finding about a model in the state that the view is of."""
+        findings = view.state.findings
+        if self not in findings:
+            findings[self] = self._find(view)
+        return findings[self]

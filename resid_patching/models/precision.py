@@ -11,6 +11,9 @@ from collections.abc import Iterator
 
 import torch
 
+# Relative to the largest term: rounding of the model's own sums and matrix products.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 

@@ -23,12 +23,13 @@ from resid_patching.address import MLP, PosEmbed, hook_name
 from resid_patching.errors import (
     AddressError,
     HookNotFiredError,
+    ModelChangedError,
     TrainingModeError,
     UnsupportedModelError,
 )
-from resid_patching.models.inventory import Inventory
 from resid_patching.models.norm import Norm, read_norm
 from resid_patching.models.precision import exact
+from resid_patching.models.state import Look, State, state_of
 
 Reader = Callable[[Tensor], Tensor | None]
 """Called with an activation [batch, pos, ...]; what it returns, if anything, replaces it."""
@@ -66,7 +67,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class ModelView:
-    """A read-only view of a model: facts, weights, hooks, forward passes.
+    """A read-only view of a model at one moment: facts, weights, hooks, forward passes.
+
+    Attributes:
+        model: the model.
+        state: what it computes with, as it was when the view was made.
 
     Args:
         model: a HookedTransformer or a TransformerBridge, raw or processed.
@@ -86,7 +91,8 @@ class ModelView:
             raise UnsupportedModelError("the model has no layers, so there is no stream to read")
         self.model: Any = model
         self.cfg = model.cfg
-        self._inventory: Inventory | None = None
+        self._look = Look(model)
+        self.state: State = state_of(self._look)
 
     def __repr__(self) -> str:
         return f"ModelView({self.name}, {self.kind}, {self.n_layers} layers)"
@@ -278,34 +284,36 @@ class ModelView:
         """Every hook of the model by name."""
         return self.model.hook_dict
 
-    @property
-    def inventory(self) -> Inventory:
-        """The modules as they are now."""
-        if self._inventory is None or not self._inventory.is_current():
-            self._inventory = Inventory(self.model)
-        return self._inventory
+    def require_unchanged(self, *, whole: bool = False) -> None:
+        """Raises where the model no longer computes with what it did when the view was made.
 
-    def fingerprint(self) -> tuple[int, ...]:
-        """Changes when weights are edited or replaced, hooks come or go, or modes change."""
-        state = (getattr(self.cfg, "normalization_type", None), self.kind)
-        return (*self.inventory.fingerprint(), hash(state))
+        Args:
+            whole: also read every weight, where a sample would not do: before what was computed
+                earlier is used again.
+
+        Raises:
+            ModelChangedError: what changed is named.
+        """
+        changes = self.state.changes(self._look)
+        if whole and not changes:
+            changes = self.state.edits(self.model)
+        if changes:
+            more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
+            raise ModelChangedError(
+                f"{self.name} changed since this run was captured: {'; '.join(changes[:3])}{more}. "
+                "Capture the prompts again, all runs that are used together, on the model as it is."
+            )
 
     def user_hooks(self) -> list[str]:
-        """Names of the hook points that carry temporary hooks of the caller.
+        """Where hooks and replaced functions of the caller are on, TransformerLens's and PyTorch's.
 
-        Permanent hooks count as part of the model: TransformerLens puts some on of its own.
+        Those that TransformerLens and transformers put on of their own are part of the model.
         """
-        if not self.inventory.has_temporary_hooks():
-            return []
-        return [
-            name
-            for name, point in self.hook_points.items()
-            if any(not getattr(handle, "is_permanent", False) for handle in point.fwd_hooks)
-        ]
+        return list(self.state.user_hooks)
 
     def require_eval(self) -> None:
         """Raises TrainingModeError where a module in training mode would drop activations."""
-        training = [module for module in self.inventory.modules if module.training]
+        training = [module for module in self._look.modules if module.training]
         if not any(map(_drops, training)):
             return
         for name, module in self.model.named_modules():

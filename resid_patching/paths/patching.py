@@ -97,8 +97,8 @@ def patch_paths(
     require_acting(run.view, [reader for reader in ends.all if isinstance(reader, HeadInput)])
 
     def pieces() -> Iterator[Piece]:
-        for chunk in _chunks(run, senders, ends, reading, routes, share):
-            patcher = _Closed if is_closed(chunk, senders) else _Hooked
+        for chunk in _chunks(run, senders, ends, reading, mlps, routes, share):
+            patcher = _Closed if is_closed(chunk, senders, ends, mlps) else _Hooked
             if patcher is _Hooked and frozen_norms:
                 raise UnsupportedModelError(
                     f"{run.view.name} ({run.view.kind}) is not covered by the closed form, so its "
@@ -115,26 +115,39 @@ def _chunks(
     senders: Sequence[Variant],
     ends: Readers,
     reading: Reading,
+    mlps: MLPs,
     routes: Sequence[Route],
     share: Share,
 ) -> Iterator[Chunk]:
     """Groups of prompts with a clean pass that kept what the route needs, and no more."""
     view = run.view
     needed = hooks_to_keep(run, senders)
-    if not (view.parallel or view.attn_only):
+    if not view.attn_only:
         needed |= {hook_name(Attn(layer)) for layer in range(view.n_layers)}
     held = names_to_keep(view) | hooks_to_keep(run, [tuple(_reader_edits(view, ends.all))])
     if not may_be_plain(view, routes):
         yield from chunks(run, needed | held, reading, routes, share)
         return
     for chunk in chunks(run, needed, reading, routes, share):
-        yield chunk if is_closed(chunk, senders) else chunk.again(run, needed | held)
+        closed = is_closed(chunk, senders, ends, mlps)
+        yield chunk if closed else chunk.again(run, needed | held)
         del chunk
 
 
-def is_closed(chunk: Chunk, senders: Sequence[Variant]) -> bool:
-    """Whether the closed form covers the model and every sender."""
-    return chunk.plain is not None and all(map(chunk.deltas.closed, senders))
+def is_closed(chunk: Chunk, senders: Sequence[Variant], ends: Readers, mlps: MLPs) -> bool:
+    """Whether the closed form covers every sender, and gives the clean run of these prompts."""
+    if chunk.plain is None or not all(map(chunk.deltas.closed, senders)):
+        return False
+    view = chunk.view
+    index = senders[0][0].positions.index[chunk.rows].to(view.device)
+    start = min(starts_at_stage(sender) for sender in senders)[0]
+    if mlps == "recompute" and not view.attn_only:
+        if not chunk.repeats_mlps(range(max(start, 0), view.n_layers), index):
+            return False
+    written = [site_of(view, reader) for reader in ends.all]
+    layers = [site.layer for site in written if site != Stream(view.n_layers - 1, "post")]
+    first = torch.where(index < 0, chunk.clean.width, index).amin(1)
+    return not layers or chunk.repeats(min(layers), first)
 
 
 def _reader_edits(view: ModelView, readers: Sequence[Reader]) -> Iterator[Edit]:

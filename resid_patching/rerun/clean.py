@@ -35,10 +35,21 @@ class Clean:
         width: positions, padding included.
         acts: activations by hook name [rows, pos, ...].
         calls: what each block was called with.
-        logits: the model's own logits, kept where asked.
+        logits: the model's own logits, where the pass was whole or only some are read
+            [rows, n, d_vocab].
     """
 
-    def __init__(self, run: Run, rows: slice, names: Iterable[str], *, keep_logits: bool) -> None:
+    def __init__(
+        self, run: Run, rows: slice, names: Iterable[str], read_at: Tensor | None = None
+    ) -> None:
+        """Runs the model.
+
+        Args:
+            run: the run.
+            rows: which of its prompts.
+            names: the hooks whose activations are kept.
+            read_at: the positions whose logits are wanted [rows, n]; None for all.
+        """
         self.view = run.view
         self.rows = rows
         lengths = run.prompts.lengths[rows]
@@ -47,14 +58,11 @@ class Clean:
         self.tokens = run.prompts.tokens[rows, : self.width]
         self.acts: dict[str, Tensor] = {}
         self.calls = BlockCalls(run.view)
-        self.logits: Tensor | None = None
+        self.logits = torch.empty(0)
         readers = {name: self._keeper(name) for name in names}
 
         def forward() -> None:
-            if keep_logits:
-                self.logits = run.view.forward(self.tokens, readers)
-            else:
-                run.view.forward_blocks(self.tokens, readers)
+            self.logits = run.view.forward(self.tokens, readers, at=read_at)
 
         self.calls.record(forward)
         self._require_finite()

@@ -10,6 +10,8 @@ write.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,9 @@ from resid_patching.rerun.replay import hook_changes
 class Deltas:
     """Deltas of variants over one clean run."""
 
-    def __init__(self, clean: Clean, plain: PlainBlocks | None, replays: bool) -> None:
+    def __init__(
+        self, clean: Clean, plain: PlainBlocks | None, replays: Callable[[], bool]
+    ) -> None:
         self.clean, self.view, self.plain, self.replays = clean, clean.view, plain, replays
         failures = report(clean.view).failures
         self.heads_sum = "heads" not in failures
@@ -253,7 +257,7 @@ class Deltas:
             return changed
 
         changes[name] = read
-        if self.replays:
+        if self.replays():
             with view.watched(changes):
                 clean.calls.call(layer, clean.act_pre(layer))
         else:

@@ -16,8 +16,9 @@ the metric reads are unembedded.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from resid_patching.models import Memory, ModelView, exact, take
+from resid_patching.address import Attn
+from resid_patching.errors import ReadoutMismatchError, UnsupportedModelError
+from resid_patching.models import READOUT_TOLERANCE, Memory, ModelView, exact, hook_note, take
 from resid_patching.rerun.clean import Clean, hooks_to_keep
 from resid_patching.rerun.deltas import Deltas
-from resid_patching.rerun.edits import Variant, require_acting, stage
+from resid_patching.rerun.edits import Variant, is_inside_attention, require_acting, stage
 from resid_patching.rerun.plain import NotPlain, PlainBlocks, Weights
 from resid_patching.rerun.replay import hook_changes
 from resid_patching.rerun.scores import Reading, Scores
@@ -39,7 +42,8 @@ from resid_patching.run import Run
 
 # Tokens of a stack. Larger stacks are no faster per token and leave the cache sooner.
 STACK_TOKENS = 1024
-_TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5}
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+_NOT_CALLABLE = (AttributeError, RuntimeError, ValueError, TypeError, KeyError, IndexError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,9 +125,6 @@ def chunks(
 ) -> Iterator[Chunk]:
     """The run's prompts, a group at a time, each after its clean forward pass.
 
-    The widest group comes first, and where a share works none of it, its clean pass is made all
-    the same: on it is seen which routes reproduce the model, so that they are the same for all.
-
     Args:
         run: the clean run.
         names: the hooks to keep.
@@ -133,16 +134,13 @@ def chunks(
     """
     means = Means(run.view, routes)
     everything = prompt_chunks(run, len(names))
-    here = share.deal(everything)
 
     def begun(rows: slice) -> Chunk:
         chunk = Chunk(run, rows, names, reading, means)
         share.begins(rows, chunk.baseline)
         return chunk
 
-    if here[:1] != everything[:1]:
-        begun(everything[0])
-    for rows in here:
+    for rows in share.deal(everything):
         yield begun(rows)  # not held here: the next pass begins when this one is let go
 
 
@@ -162,7 +160,7 @@ def prompt_chunks(run: Run, n_kept: int) -> list[slice]:
 def may_be_plain(view: ModelView, routes: Sequence[Route]) -> bool:
     """Whether `plain` is allowed and has not been seen to fail on this model."""
     means = Means(view, routes)
-    return "plain" in means.routes and "plain" not in means.checks.refused
+    return "plain" in means.routes and means.structure.get("plain", True)
 
 
 class Means:
@@ -171,7 +169,7 @@ class Means:
     def __init__(self, view: ModelView, routes: Sequence[Route]) -> None:
         self.hooked = bool(view.user_hooks())
         self.routes: Sequence[Route] = ("full",) if self.hooked else routes
-        self.checks = _checks.of(view)
+        self.structure = _structure.of(view)
         self.weights: dict[int, Weights] = {}
 
 
@@ -191,21 +189,33 @@ class Chunk:
         self.reading = reading
         self.means = means
         self.whole = means.hooked
-        self.clean = Clean(run, rows, names, keep_logits=self.whole)
+        self.read_at = reading.positions.index[rows].to(self.view.device)
+        self.clean = Clean(run, rows, names, None if self.whole else self.read_at)
         # What the clean run and the projections laid out for it hold is not there for the stacks.
         self.max_bytes = max(run.max_bytes - self.clean.n_bytes, run.max_bytes // 4)
-        self.plain: PlainBlocks | None = None
-        self.replays = False
-        if "plain" in means.routes:
-            self.plain = means.checks.plain(self.clean, means.weights)
-        if "replay" in means.routes:
-            self.replays = means.checks.replay(self.clean)
-        self.deltas = Deltas(self.clean, self.plain, self.replays)
-        self.read_at = reading.positions.index[rows].to(self.view.device)
+        self.plain = self._own_blocks()
+        self._repeated: dict[tuple[Any, ...], bool] = {}
+        self.deltas = Deltas(self.clean, self.plain, lambda: self.replays)
         self.clean_rows = take(self.clean.final, self.read_at)
         self.scores = Scores(self.view, reading, rows, self.clean_rows, self.max_bytes)
         self.score = self.scores.of_states
         self.baseline = self._baseline()
+
+    def _own_blocks(self) -> PlainBlocks | None:
+        """Our blocks, where this model has the parts of which they are made."""
+        structure = self.means.structure
+        if "plain" not in self.means.routes or not structure.get("plain", True):
+            return None
+        try:
+            blocks = PlainBlocks(self.view, self.clean.calls.arguments(0), self.means.weights)
+            if "plain" not in structure:
+                for layer in range(self.view.n_layers):
+                    _ = blocks.weights(layer).W_QKV
+        except (NotPlain, *_NOT_CALLABLE):
+            structure["plain"] = False
+            return None
+        structure["plain"] = True
+        return blocks
 
     def again(self, run: Run, names: set[str]) -> Chunk:
         """The same prompts after another clean pass that keeps other activations."""
@@ -214,6 +224,8 @@ class Chunk:
     def _baseline(self) -> Tensor:
         if self.whole:
             return self._score_logits(self._own_logits()[None])[0]
+        self._require_readout()
+        self.clean.logits = torch.empty(0)
         return self.score(self.clean_rows[None])[0]
 
     def _score_logits(self, logits: Tensor) -> Tensor:
@@ -221,7 +233,7 @@ class Chunk:
         return self.scores.of_logits(logits, self._own_logits(), self.read_at)
 
     def _own_logits(self) -> Tensor:
-        if self.clean.logits is None:
+        if not self.clean.logits.numel():
             self.clean.logits = self.view.forward(self.clean.tokens, {})
         return self.clean.logits
 
@@ -282,11 +294,23 @@ class Chunk:
             route = self._route(variant)
             begins = bool(variant) if route == "plain" else self._start(variant)[0]
             groups.setdefault((route, begins, self._n_rows(variant)), []).append(number)
+        for (route, begins, _), numbers in groups.items():
+            group = [variants[number] for number in numbers]
+            if route == "plain" and begins and not self._repeats(group):
+                yield from self._stacks(variants)
+                return
         for (route, _, n_rows), numbers in groups.items():
             numbers.sort(key=lambda number: self._start(variants[number]))
             size = self._stack_size(route, n_rows)
             for begin in range(0, len(numbers), size):
                 yield numbers[begin : begin + size], route
+
+    def _repeats(self, group: Sequence[Variant]) -> bool:
+        """Whether our own blocks, on the rows that these variants change, give the model's run."""
+        first = functools.reduce(torch.minimum, map(self._first_changed, group))
+        layer, place = min(self._start(variant) for variant in group)
+        inside = any(is_inside_attention(edit.site) for variant in group for edit in variant)
+        return self.repeats(layer, first, "pre" if inside else self._place_behind(place))
 
     def _start(self, variant: Variant) -> tuple[int, int]:
         return min((stage(edit.site) for edit in variant), default=(self.view.n_layers, 0))
@@ -315,6 +339,8 @@ class Chunk:
         prompts = len(self.clean)
         rows = n_rows if route == "plain" else self.clean.width
         by_tokens = STACK_TOKENS // (prompts * rows)
+        if route == "full" and not self._stacks_whole:
+            return 1
         per_variant = prompts * self.clean.width * view.d_model * size * 8
         if route == "full":
             per_variant += prompts * self.clean.width * view.W_U.shape[1] * size
@@ -396,6 +422,125 @@ class Chunk:
         joined = self.view.parallel or self.view.attn_only
         return ("pre", "post" if joined else "mid", "mid", "post", "post")[place]
 
+    # Controls: the unchanged run by the route that the variants take
+
+    def repeats(self, layer: int, first: Tensor, place: Place = "pre") -> bool:
+        """Whether our own blocks give the model's clean last states; where not, they are not used.
+
+        Args:
+            layer: the layer from which they are run.
+            first: the first row that is run in each prompt [rows].
+            place: the state of that layer from which they are run.
+        """
+        key = (layer, place, *first.tolist())
+        if key not in self._repeated:
+            real = (self.read_at >= first[:, None]) & (self.read_at >= 0)
+            try:
+                found = self._unchanged(layer, first, place)
+                self._repeated[key] = self._agree(found[real], self.clean_rows[real])
+            except _NOT_CALLABLE:
+                self._repeated[key] = False
+        return self._keep_plain(self._repeated[key])
+
+    def _unchanged(self, layer: int, first: Tensor, place: Place) -> Tensor:
+        """Clean states, carried on by our own blocks [rows, n, d_model]."""
+        assert self.plain is not None
+        walk = Walk(self.view, self.plain, self.clean, self.deltas, first, self.read_at)
+        states = self.clean.after(layer, place)[None]
+        states = states if walk.whole else take_rows(states, walk.keys)
+        return walk.run({(layer, place): states})[0]
+
+    def repeats_mlps(self, layers: Iterable[int], index: Tensor) -> bool:
+        """Whether our own MLPs give the states behind them at some rows.
+
+        Args:
+            layers: of which layers.
+            index: positions of the rows [rows, n]; -1 where there is none.
+        """
+        assert self.plain is not None
+        agree = True
+        for layer in layers:
+            whole = "pre" if self.view.parallel else "mid"
+            before = take(self.clean.after(layer, whole), index)
+            after = take(self.clean.after(layer, "post"), index)
+            found = before + self.plain.mlp_write(layer, before)
+            if self.view.parallel:
+                found = found + take(self.clean.act(Attn(layer)), index)
+            agree = agree and self._agree(found[index >= 0], after[index >= 0])
+        return self._keep_plain(agree)
+
+    def _keep_plain(self, agrees: bool) -> bool:
+        if not agrees:
+            self.plain = self.deltas.plain = None
+        return agrees
+
+    @functools.cached_property
+    def replays(self) -> bool:
+        """Whether the model's own blocks, called on stacked states, give its clean states."""
+        if "replay" not in self.means.routes:
+            return False
+        clean = self.clean
+        try:
+            return all(
+                self._agree(half, clean.after(layer, "post"))
+                for layer in range(self.view.n_layers)
+                for half in clean.calls.call(layer, clean.act_pre(layer).repeat(2, 1, 1)).chunk(2)
+            )
+        except _NOT_CALLABLE:
+            return False
+
+    @functools.cached_property
+    def _stacks_whole(self) -> bool:
+        """Whether whole passes of stacked prompts give each what it gets in a pass of its own.
+
+        They do unless a hook of the caller's makes prompts of a batch act on each other, or knows
+        how many there are.
+
+        Raises:
+            UnsupportedModelError: two equal passes differ.
+        """
+        own = take(self._own_logits(), self.read_at)
+        try:
+            stacked = self.view.forward(self.clean.tokens.repeat(2, 1), {})
+            if all(self._agree_logits(half, own) for half in stacked.chunk(2)):
+                return True
+        except _NOT_CALLABLE:
+            if not self.view.user_hooks():
+                raise
+        if not self._agree_logits(self.view.forward(self.clean.tokens, {}), own):
+            raise UnsupportedModelError(
+                f"two equal runs of {self.view.name} ({self.view.kind}) differ, so the effect of a "
+                "change cannot be told from chance. Take off what is random or remembers earlier "
+                f"calls.{hook_note(self.view)}"
+            )
+        return False
+
+    def _agree_logits(self, logits: Tensor, own: Tensor) -> bool:
+        real = self.read_at >= 0
+        return self._agree(take(logits, self.read_at)[real], own[real])
+
+    def _agree(self, found: Tensor, expected: Tensor) -> bool:
+        """Whether states or logits are the model's own, up to rounding; padding is left out."""
+        if found.ndim == 3:
+            real = (
+                self.clean.positions.to(found.device) < self.clean.lengths.to(found.device)[:, None]
+            )
+            found, expected = found[real], expected[real]
+        if not len(found):
+            return True
+        tolerance = _TOLERANCE.get(self.view.dtype, 2e-2)
+        return bool((found - expected).abs().amax() <= tolerance * expected.abs().amax())
+
+    def _require_readout(self) -> None:
+        """Raises where our final norm and unembedding do not give the model's logits."""
+        error = self.scores.error_of_readout(self.clean.logits)
+        if not error <= READOUT_TOLERANCE.get(self.view.dtype, 5e-2):
+            raise ReadoutMismatchError(
+                f"{self.view.name} ({self.view.kind}): final norm and unembedding of the last "
+                f"state differ from the model's logits by {error:.1e} of their size on prompts "
+                f"{self.rows.start} to {self.rows.stop - 1}.{hook_note(self.view)}"
+            )
+
     # Replay route
 
     def _replayed(self, stack: list[Variant]) -> Tensor:
@@ -409,61 +554,5 @@ class Chunk:
         return take_rows(states, self.read_at)
 
 
-class _Checks:
-    """Which routes reproduce a model's clean runs, and up to which length that was seen."""
-
-    def __init__(self) -> None:
-        self.plain_length = self.replay_length = 0
-        self.refused: set[Route] = set()
-
-    def plain(self, clean: Clean, weights: dict[int, Weights]) -> PlainBlocks | None:
-        """Our own blocks, or None where they differ from the model's on these prompts."""
-        if "plain" in self.refused:
-            return None
-        try:
-            blocks = PlainBlocks(clean.view, clean.calls.arguments(0), weights)
-            if clean.width > self.plain_length:
-                self._require_plain(blocks, clean)
-                self.plain_length = clean.width
-        except (NotPlain, AttributeError, RuntimeError, ValueError, TypeError):
-            self.refused.add("plain")
-            return None
-        return blocks
-
-    def _require_plain(self, blocks: PlainBlocks, clean: Clean) -> None:
-        positions = clean.positions.to(clean.view.device)
-        for layer in range(clean.view.n_layers):
-            states = clean.act_pre(layer)[None]
-            z = blocks.attend_causal(*blocks.project(layer, states, positions))
-            found = blocks.add_writes(layer, states, z)
-            if not _agree(found[0], clean.after(layer, "post"), clean):
-                raise NotPlain(f"block {layer} differs")
-
-    def replay(self, clean: Clean) -> bool:
-        """Whether the model's blocks, called alone on a stack, repeat these prompts."""
-        if "replay" in self.refused:
-            return False
-        if clean.width <= self.replay_length:
-            return True
-        try:
-            for layer in range(clean.view.n_layers):
-                found = clean.calls.call(layer, clean.act_pre(layer).repeat(2, 1, 1))
-                expected = clean.after(layer, "post")
-                for half in found.chunk(2):
-                    if not _agree(half, expected, clean):
-                        raise NotPlain(f"block {layer} differs")
-        except (NotPlain, AttributeError, RuntimeError, ValueError, TypeError, KeyError):
-            self.refused.add("replay")
-            return False
-        self.replay_length = clean.width
-        return True
-
-
-_checks: Memory[_Checks] = Memory(lambda view: _Checks())
-
-
-def _agree(found: Tensor, expected: Tensor, clean: Clean) -> bool:
-    real = clean.positions.to(found.device) < clean.lengths.to(found.device)[:, None]
-    difference = (found - expected)[real].abs().max()
-    tolerance = _TOLERANCE.get(clean.view.dtype, 2e-2)
-    return bool(difference <= tolerance * expected[real].abs().max())
+# Whether a model has the parts that our blocks are made of. That they agree is never remembered.
+_structure: Memory[dict[Route, bool]] = Memory(lambda view: {})

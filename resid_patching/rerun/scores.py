@@ -88,6 +88,26 @@ class Scores:
         beside = take(clean, read_at).to(self.view.compute_dtype)
         return self.reading.evaluate(taken, self.rows, beside)
 
+    def error_of_readout(self, own: Tensor) -> float:
+        """How far our clean logits are from the model's own, relative to their size.
+
+        Args:
+            own: the model's own logits at the positions that are read [rows, n, d_vocab].
+        """
+        valid = self.reading.positions.valid[self.rows].to(own.device)
+        apart, size = own.new_zeros(()), own.new_tensor(1e-30)
+        for _, prompts in self._pieces(torch.Size((1, *self.clean_rows.shape))):
+            theirs = own[prompts].to(self.view.compute_dtype)
+            columns = self._columns(prompts)
+            if columns is not None:
+                index = columns[:, None].expand(-1, theirs.shape[1], -1)
+                theirs = theirs.gather(-1, index)
+            ours = self._logits(self.clean_rows[None, prompts], prompts)[0]
+            real = valid[prompts]
+            apart = torch.maximum(apart, (ours - theirs)[real].abs().amax())
+            size = torch.maximum(size, own[prompts][real].abs().amax())
+        return float(apart / size)
+
     def _pieces(self, shape: torch.Size) -> Iterator[tuple[slice, slice]]:
         """Parts of (variants, rows) whose logits fit in memory."""
         n_variants, n_prompts, n, _ = shape
