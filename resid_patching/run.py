@@ -125,8 +125,11 @@ class Run:
         whole `hook_post` of the layer, patterns [batch, head, query, key]. The tensor is the Run's
         own: clone before any change.
         """
-        if hook_name(address) not in self._kept:
-            self.fetch_all([address])
+        self.fetch_all([address])
+        return self.fetched(address)
+
+    def fetched(self, address: Address) -> Float[Tensor, "batch pos ..."]:
+        """What `fetch_all` has just fetched, without another look at the model."""
         return self._kept[hook_name(address)]
 
     def fetch_all(self, addresses: Iterable[Address]) -> None:

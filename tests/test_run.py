@@ -8,8 +8,8 @@ import resid_patching as rp
 from resid_patching.errors import (
     AddressError,
     CacheMismatchError,
-    GapError,
     HookNotFiredError,
+    ModelChangedError,
     PromptError,
 )
 
@@ -86,7 +86,8 @@ def test_what_was_fetched_is_not_run_for_again(backend):
     run = rp.capture(model, zoo.RAGGED)
     first = run.fetch(rp.parse("attn.1"))
     passes = []
-    model.hook_dict["hook_embed"].add_hook(lambda tensor, hook: passes.append(1))
+    count = zoo.watching(lambda tensor, hook: passes.append(1))
+    model.hook_dict["hook_embed"].add_hook(count)
     try:
         assert run.fetch(rp.parse("attn.1")) is first
         assert passes == []
@@ -102,7 +103,8 @@ def test_a_chunk_holds_no_more_than_it_may(backend):
     model = toy(backend)
     sizes = []
     run = rp.capture(model, zoo.RAGGED * 4, max_bytes=200_000)
-    model.hook_dict["hook_embed"].add_hook(lambda tensor, hook: sizes.append(tensor.shape[:2]))
+    measure = zoo.watching(lambda tensor, hook: sizes.append(tensor.shape[:2]))
+    model.hook_dict["hook_embed"].add_hook(measure)
     try:
         run.fetch(rp.parse("attn.1"))
     finally:
@@ -175,7 +177,7 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 
 @pytest.mark.parametrize("folded", [False, True], ids=["raw", "folded"])
 @backends
-def test_a_cache_of_the_caller_is_read_instead_of_running_again(backend, folded):
+def test_a_cache_of_the_caller_is_read_after_one_pass_of_the_model(backend, folded):
     if backend == "hooked":
         model = zoo.build(backend, zoo.Cell(folded=folded))
     else:
@@ -184,10 +186,12 @@ def test_a_cache_of_the_caller_is_read_instead_of_running_again(backend, folded)
     before = {name: tensor.clone() for name, tensor in cache.items()}
     run = rp.capture(model, TOKENS, cache=cache)
     passes = []
-    model.hook_dict["blocks.1.hook_attn_out"].add_hook(lambda t, hook: passes.append(1))
+    count = zoo.watching(lambda t, hook: passes.append(1))
+    model.hook_dict["blocks.1.hook_attn_out"].add_hook(count)
     try:
         run.fetch(rp.parse("attn.1"))
-        assert passes == []
+        run.fetch(rp.parse("mlp.1"))
+        assert passes == [1]
     finally:
         model.reset_hooks()
     same_as_without(run, model, TOKENS)
@@ -202,9 +206,8 @@ def test_a_cache_is_held_against_one_pass_of_the_model_for_all_its_analyses(soft
     without = rp.capture(model, TOKENS)
     rp.direct_logit_attribution(without, 3)  # the checks of the model run it too
     passes = []
-    # A permanent hook is part of the model; one of the caller's would make every pass whole.
     point = model.hook_dict["blocks.0.hook_resid_pre"]
-    point.add_hook(lambda t, hook: passes.append(1), is_permanent=True)
+    point.add_hook(zoo.watching(lambda t, hook: passes.append(1)))
     try:
         rp.direct_logit_attribution(without, 3)
         passes.clear()
@@ -220,7 +223,7 @@ def test_a_cache_is_held_against_one_pass_of_the_model_for_all_its_analyses(soft
                     torch.testing.assert_close(found.capped_value, expected.capped_value)
         assert passes == [1]
     finally:
-        model.reset_hooks(including_permanent=True)
+        model.reset_hooks()
 
 
 def test_a_cache_is_held_against_the_model_as_it_is_now():
@@ -231,7 +234,7 @@ def test_a_cache_is_held_against_the_model_as_it_is_now():
         for name, weight in model.named_parameters():
             if "mlp" in name:
                 weight.mul_(1.5)
-    with pytest.raises(GapError):
+    with pytest.raises(ModelChangedError):
         rp.direct_logit_attribution(run, 3, 6)
 
 
@@ -240,13 +243,14 @@ def test_a_hook_of_the_caller_sees_every_row_go_into_the_unembedding():
     run = rp.capture(model, TOKENS)
     expected = rp.direct_logit_attribution(run, 3, 6)
     seen = []
-    handle = model.unembed.register_forward_hook(lambda m, inputs, out: seen.append(out.shape))
+    look = zoo.watching(lambda module, inputs, out: seen.append(out.shape))
+    handle = model.unembed.register_forward_hook(look)
     try:
         rp.direct_logit_attribution(run, 3, 6)
         assert seen[-1][1] == 1  # one row a prompt, where nobody else looks
         last = f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
         model.hook_dict[last].add_hook(lambda t, hook: None)
-        found = rp.direct_logit_attribution(run, 3, 6)
+        found = rp.direct_logit_attribution(rp.capture(model, TOKENS), 3, 6)
         assert seen[-1][1] == TOKENS.shape[1]
     finally:
         handle.remove()
@@ -308,7 +312,7 @@ def test_a_left_padded_cache_whose_positions_are_off_is_refused(backend):
     padded, mask = torch.tensor([[0, 0, 3, 1, 4]]), torch.tensor([[0, 0, 1, 1, 1]])
     cache = whole_cache(model, padded)
     run = rp.capture(model, padded, mask=mask, cache=cache)
-    with pytest.raises(GapError, match="A cache of other prompts"):
+    with pytest.raises(CacheMismatchError, match="made from other prompts"):
         rp.direct_logit_attribution(run, 3, 6)
 
 
@@ -319,7 +323,7 @@ def test_a_cache_of_other_prompts_is_refused(backend, by):
     other = TOKENS.clone()
     other[1, 0] += 1
     run = rp.capture(model, other, cache=whole_cache(model, TOKENS))
-    with pytest.raises(GapError, match="prompt 1: the rows sum to .* A cache of other prompts"):
+    with pytest.raises(CacheMismatchError, match="prompts 0 to 1: .* other prompts"):
         rp.direct_logit_attribution(run, 3, 6, by=by)
 
 
@@ -330,7 +334,7 @@ def test_a_cache_of_another_model_is_refused(backend):
     with torch.no_grad():
         other.blocks[1].attn.W_V.mul_(1.5)
     run = rp.capture(model, TOKENS, cache=whole_cache(other, TOKENS))
-    with pytest.raises(GapError):
+    with pytest.raises(CacheMismatchError):
         rp.direct_logit_attribution(run, 3, 6)
 
 
@@ -356,7 +360,7 @@ def test_a_cache_of_padded_texts_must_come_with_its_ids(backend):
     texts = ["When Mary and John went to the store", "The dog"]
     cache = whole_cache(model, model.to_tokens(texts))
     run = rp.capture(model, texts, cache=cache)
-    with pytest.raises(GapError):
+    with pytest.raises(CacheMismatchError):
         rp.direct_logit_attribution(run, " Mary", " John")
 
 

@@ -329,6 +329,12 @@ def _rms_forward(self: Any, x: Tensor) -> Tensor:
 _rms_forward.__module__ = "transformers.tests"
 
 
+def watching(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that only looks as if a library had put it on: it is no change of the model."""
+    hook.__module__ = "transformers.tests"
+    return hook
+
+
 def bridge(hf_model: Any, *, folded: bool = False, rms: bool = False, tokenizer: Any = None) -> Any:
     """Return a TransformerBridge over a copy of a Hugging Face model.
 

@@ -143,12 +143,12 @@ def _shape(view: ModelView, site: Address) -> tuple[int, ...]:
 def _values(run: Run, site: Address) -> Tensor:
     """A site's own values in a run [batch, pos, ...]."""
     if isinstance(site, Embed):
-        start = run.fetch(Stream(0, "pre")).to(run.view.compute_dtype)
-        return start - run.fetch(PosEmbed()) if run.view.has_pos_embed else start
+        start = run.fetched(Stream(0, "pre")).to(run.view.compute_dtype)
+        return start - run.fetched(PosEmbed()) if run.view.has_pos_embed else start
     if isinstance(site, Stream) and site.place == "mid":
-        return run.fetch(Stream(site.layer, "pre")) + run.fetch(Attn(site.layer))
+        return run.fetched(Stream(site.layer, "pre")) + run.fetched(Attn(site.layer))
     name = clean_hook(site)
-    return site_value(run.view, site, None if name is None else run.fetch(site))
+    return site_value(run.view, site, None if name is None else run.fetched(site))
 
 
 def _fetched_sites(view: ModelView, sites: Iterable[Address]) -> list[Address]:

@@ -178,6 +178,15 @@ def _examine(view: ModelView, found: Report) -> None:
             f"{view.name} ({view.kind}) does not show the residual stream at every layer: {error}"
         )
         return
+    except Exception as error:
+        if not view.user_hooks():
+            raise
+        found.failures["stream"] = StreamMismatchError(
+            f"{view.name} ({view.kind}) cannot be run on the {_PROBE_LENGTH} tokens that it is "
+            f"checked on ({type(error).__name__}: {error}). With this package hooks must take any "
+            f"number of prompts of any length.{hook_note(view)}"
+        )
+        return
     with exact():
         checks: dict[Capability, Any] = {
             "stream": _check_stream,

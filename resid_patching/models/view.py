@@ -301,7 +301,7 @@ class ModelView:
             more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
             raise ModelChangedError(
                 f"{self.name} changed since this run was captured: {'; '.join(changes[:3])}{more}. "
-                "Capture the prompts again, all runs that are used together, on the model as it is."
+                "Capture again, with all runs that are used together."
             )
 
     def user_hooks(self) -> list[str]:
