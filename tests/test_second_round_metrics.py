@@ -9,9 +9,10 @@ import dataclasses
 import pytest
 import torch
 import zoo
+from zoo_ablation import KINDS_OF_BACKEND, OTHERS, ROWS, TOYS, Slow
 
 import resid_patching as rp
-from resid_patching.errors import MetricError
+from resid_patching.errors import AddressError, MetricError
 
 backends = pytest.mark.parametrize("backend", zoo.BACKENDS)
 
@@ -289,3 +290,76 @@ def test_s08_greater_than_is_the_probability_above_each_prompts_label_less_that_
             probs = run.logits_at(-1)[row, 0].softmax(-1)[20:30]
             own = probs[labels[row] + 1 :].sum() - probs[: labels[row] + 1].sum()
             assert_close(found[row], own)
+
+
+# A part and the whole that holds it
+
+
+def parts_of_layers(toy):
+    """A layer and everything that can be replaced inside of it, pair by pair."""
+    kv = toy.n_kv_heads - 1
+    inside = ["1.2", "1.2.z", "1.2.q", f"1.{kv}.k", f"1.{kv}.v", "1.2.pattern", "attn.1.bias"]
+    found = [(part, "attn.1") for part in inside]
+    return [*found, ("mlp.1.5", "mlp.1"), ("mlp.1.bias", "mlp.1")]
+
+
+def overlaps(toy):
+    """Pairs of which one is computed from the other, or is the same place; the later one last."""
+    k, v = f"1.{toy.n_kv_heads - 1}.k", f"1.{toy.n_kv_heads - 1}.v"
+    found = [("1.2.q", "1.2"), ("1.2.pattern", "1.2.z"), (k, "1.2.pattern"), (v, "1.3")]
+    found += [("1.2.q", k), ("attn.1", "resid_post.1"), ("mlp.1.bias", "resid_post.1")]
+    found += [("mlp.1", "resid_post.1"), ("resid_post.0", "resid_pre.1"), ("embed", "resid_pre.0")]
+    if not toy.parallel:
+        found += [("attn.1", "resid_mid.1"), ("attn.1.bias", "resid_mid.1"), ("1.2", "resid_mid.1")]
+    return found + [("embed", "pos_embed")] * toy.has_positions
+
+
+@pytest.mark.parametrize("toy", [*KINDS_OF_BACKEND, TOYS[-1]], ids=str)
+def test_s06_a_layer_and_a_part_of_it_are_refused_together(toy):
+    run = rp.capture(toy.model, ROWS)
+    path = rp.Path(to="logits", using=rp.Zero(), mlps="freeze")
+    for part, whole in parts_of_layers(toy):
+        is_writer = part.count(".") == 1 or part.startswith(("mlp", "attn"))
+        for how in [rp.Zero(), path] if is_writer else [rp.Zero()]:
+            for pair in ([part, whole], [whole, "0.1", part]):
+                with pytest.raises(AddressError, match=f"^{part} is a part of {whole}, so"):
+                    rp.ablate(run, pair, how, metric=rp.logit(3), joint=True)
+
+
+@pytest.mark.parametrize("toy", [*KINDS_OF_BACKEND, TOYS[-1]], ids=str)
+def test_s06_of_other_targets_that_overlap_the_later_one_wins(toy):
+    """As hooks at both places in whole forward passes say; new values are those of a source."""
+    run, source = rp.capture(toy.model, ROWS[:1]), rp.capture(toy.model, OTHERS[:1])
+    base, other = Slow(toy, ROWS[:1]), Slow(toy, OTHERS[:1])
+    how, metric = rp.Resample(source, "rowwise"), rp.logit_diff(3, 6)
+    clean = base.score("logit_diff", base.clean)
+    for pair in overlaps(toy):
+        total, direct = base.changed(pair, None, other.value)
+        for order in (pair, pair[::-1]):
+            effect = rp.ablate(run, order, how, metric=metric, joint=True)
+            assert_close(effect.total[0], base.score("logit_diff", total) - clean, 1e-9)
+            assert_close(effect.direct[0], base.score("logit_diff", direct) - clean, 1e-9)
+
+
+@pytest.mark.once
+def test_s06_a_layer_and_its_bias_together_are_refused_and_the_layer_holds_its_bias():
+    run = rp.capture(rp.load("demo"), SHORT)
+    metric = rp.logit_diff(" Mary", " John")
+    with pytest.raises(AddressError, match=r"attn\.2\.bias is a part of attn\.2"):
+        rp.ablate(run, ["attn.2", "attn.2.bias"], rp.Zero(), metric=metric, joint=True)
+    whole = rp.ablate(run, "attn.2", rp.Zero(), metric=metric)
+    parts = [*(f"2.{head}" for head in range(4)), "attn.2.bias"]
+    together = rp.ablate(run, parts, rp.Zero(), metric=metric, joint=True)
+    assert float(whole.total[0, 0]) == pytest.approx(4.548, abs=1e-3)
+    torch.testing.assert_close(together.patched, whole.patched, rtol=0, atol=1e-4)
+
+
+@backends
+def test_s06_one_at_a_time_a_layer_and_its_parts_are_two_rows(backend):
+    run = rp.capture(toy(backend), zoo.RAGGED)
+    sites = ["attn.1", "attn.1.bias", "1.2"]
+    effect = rp.ablate(run, sites, rp.Zero(), metric=rp.logit(3))
+    for number, site in enumerate(sites):
+        assert_close(
+            effect.total[number], rp.ablate(run, site, rp.Zero(), metric=rp.logit(3)).total[0]
+        )
