@@ -363,3 +363,115 @@ def test_s06_one_at_a_time_a_layer_and_its_parts_are_two_rows(backend):
         assert_close(
             effect.total[number], rp.ablate(run, site, rp.Zero(), metric=rp.logit(3)).total[0]
         )
+
+
+# The top of several prompts
+
+
+@backends
+def test_s24_the_top_of_several_prompts_is_of_targets_by_their_mean(backend):
+    run = rp.capture(toy(backend), zoo.RAGGED)
+    effect = rp.ablate(run, rp.heads(run), rp.Zero(), metric=rp.logit_diff(3, 6))
+    top = effect.top(5)
+    assert list(top.columns) == ["target", "baseline", "patched", "direct", "indirect", "value"]
+    assert len(set(top.target)) == 5
+    means = effect.total.mean(1)
+    order = means.abs().sort(descending=True, stable=True).indices[:5].tolist()
+    assert top.target.tolist() == [effect.targets[number] for number in order]
+    parts = {"value": effect.total, "patched": effect.patched, "direct": effect.direct}
+    for name, part in {**parts, "indirect": effect.indirect}.items():
+        assert top[name].tolist() == pytest.approx(part.mean(1)[order].tolist(), abs=1e-12)
+    assert top.baseline.tolist() == pytest.approx([float(effect.baseline.mean())] * 5)
+    signed = effect.top(3, by="signed").value.tolist()
+    assert signed == pytest.approx(means.sort(descending=True).values[:3].tolist())
+    assert "mean over 3 prompts" in effect._repr_html_()
+
+
+@backends
+def test_s24_where_the_metric_is_of_tokens_their_mean_ranks(backend):
+    run = rp.capture(toy(backend), zoo.RAGGED)
+    effect = rp.ablate(run, rp.heads(run), rp.Zero(), metric=rp.loss())
+    expected = (effect.total * torch.tensor([7, 2, 4])).sum(1) / 13
+    top = effect.top(12)
+    by_name = dict(zip(effect.targets, expected.tolist(), strict=True))
+    assert top.value.tolist() == pytest.approx([by_name[name] for name in top.target])
+    assert top.value.abs().is_monotonic_decreasing
+    assert "mean over 13 tokens of 3 prompts" in effect._repr_html_()
+
+
+@backends
+def test_s24_readers_and_positions_have_a_row_each(backend):
+    run = rp.capture(toy(backend), zoo.RAGGED)
+    path = rp.Path(to=rp.readers("1.0.q", "logits"), using=rp.Zero(), mlps="freeze")
+    paths = rp.ablate(run, ["0.1", "1.2"], path, metric=rp.logit(3)).top()
+    cells = {("0.1", "1.0.q"), ("0.1", "logits"), ("1.2", "logits")}  # no path from 1.2 to 1.0.q
+    assert set(zip(paths.target, paths.reader, strict=True)) == cells and len(paths) == 3
+    options = {"metric": rp.logit(3), "positions": "each"}
+    places = rp.ablate(run, ["0.1", "mlp.1"], rp.Zero(), **options).top(99)
+    in_all = range(min(map(len, zoo.RAGGED)))
+    found = sorted(zip(places.target, places.position, strict=True))
+    assert found == sorted((target, place) for target in ("0.1", "mlp.1") for place in in_all)
+
+
+@backends
+def test_s24_the_top_of_an_attribution_is_of_components(backend):
+    run = rp.capture(toy(backend), zoo.RAGGED)
+    dla = rp.direct_logit_attribution(run, 3, 6, by="head")
+    top = dla.top(5)
+    assert list(top.columns) == ["component", "pos", "value"] and len(set(top.component)) == 5
+    means = dla.values[..., 0].mean(1)
+    assert top.value.abs().tolist() == pytest.approx(means.abs().topk(5)[0].tolist())
+    (one,) = rp.direct_logit_attribution(run, 3, 6, positions=[0, 1, 2]).top(1).pos
+    assert one == "own"
+    single = rp.direct_logit_attribution(rp.capture(toy(backend), zoo.RAGGED[:1]), 3, 6).top(3)
+    assert list(single.columns) == ["component", "pos", "token", "value"]
+    assert set(single.pos) == {7}
+
+
+# Pictures
+
+
+def swept(targets, n_positions):
+    """A sweep over positions: made-up effects, so many targets and positions."""
+    run = rp.capture(toy(zoo.BACKENDS[-1]), zoo.RAGGED[0])
+    effect = rp.ablate(run, "1.2", rp.Zero(), metric=rp.logit(3), positions="each")
+    values = torch.randn(len(targets), n_positions, 1, generator=torch.Generator().manual_seed(0))
+    axes = (
+        rp.Axis("target", tuple(targets)),
+        rp.Axis("position", tuple(range(n_positions))),
+        rp.Axis("batch", (0,)),
+    )
+    return dataclasses.replace(effect, values=values, patched=values, direct=values / 2, axes=axes)
+
+
+STATES = [f"resid_{place}.{layer}" for layer in range(30) for place in ("pre", "mid")]
+LAYERS = ["embed", *(f"{part}.{layer}" for layer in range(30) for part in ("attn", "mlp"))]
+
+
+@pytest.mark.parametrize("n_positions", [15, 300])
+@pytest.mark.parametrize("targets", [[*STATES, "resid_post.29"], LAYERS], ids=["states", "layers"])
+@pytest.mark.once
+def test_s22_a_picture_shows_every_layer_and_every_position(targets, n_positions):
+    plots = pytest.importorskip("resid_patching.plots")
+    pytest.importorskip("plotly")
+    figure = plots.effect_grids(swept(targets, n_positions))
+    for trace in figure.data[:3]:
+        assert list(trace.y) == targets
+        assert list(trace.x) == [str(place) for place in range(n_positions)]
+    assert "strongest" not in " ".join(figure.layout.meta["heading"])
+    assert figure.layout.width < 2500
+    wide = (figure.layout.width - 200) / n_positions / (3 if n_positions == 15 else 1)
+    assert wide * figure.layout.xaxis.dtick >= 11  # labels stand apart
+
+
+@pytest.mark.once
+def test_s22_where_heads_are_cut_the_picture_says_how_many_there_are():
+    plots = pytest.importorskip("resid_patching.plots")
+    pytest.importorskip("plotly")
+    heads = [f"{layer}.{head}" for layer in range(12) for head in range(12)]
+    effect = swept(heads, 50)
+    figure = plots.effect_grids(effect)
+    strongest = effect.total.abs().amax((1, 2)).topk(40).indices.sort().values.tolist()
+    assert list(figure.data[0].y) == [heads[number] for number in strongest]
+    assert len(figure.data[0].x) == 50
+    assert "the strongest 40 of 144 targets" in figure.layout.meta["heading"][1]
