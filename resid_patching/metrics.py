@@ -315,7 +315,7 @@ def as_metric(metric: Any) -> Metric:
             "metric is rp.logit_diff(answer, foil), rp.logit(token), rp.prob(token), rp.loss(), "
             f"rp.kl(), rp.top1_change(), or a function of logits; got {metric!r}"
         )
-    return Custom(metric)
+    return Custom(metric)  # type: ignore[arg-type]
 
 
 def _single(position: Positions) -> Positions:
