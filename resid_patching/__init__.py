@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from resid_patching.lens.logit import logit_lens
     from resid_patching.lens.readout import LensReadout
     from resid_patching.lens.tuned import TunedLens
-    from resid_patching.metrics import kl, logit, logit_diff, loss, prob, top1_change
+    from resid_patching.metrics import custom, kl, logit, logit_diff, loss, prob, top1_change
     from resid_patching.models import ModelView, load
     from resid_patching.paths import Readers, inputs, readers
     from resid_patching.processes import Team, team
@@ -78,6 +78,7 @@ _HOME = {
     "Readers": "paths",
     "inputs": "paths",
     "readers": "paths",
+    "custom": "metrics",
     "kl": "metrics",
     "logit": "metrics",
     "logit_diff": "metrics",
@@ -136,6 +137,7 @@ __all__ = [
     "Readers",
     "inputs",
     "readers",
+    "custom",
     "kl",
     "logit",
     "logit_diff",

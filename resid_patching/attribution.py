@@ -23,7 +23,7 @@ Source: Elhage et al. 2021; Wang et al. 2022 (arXiv 2211.00593), section 3.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -88,6 +88,28 @@ class Attribution(Result):
     def constants(self) -> tuple[str, ...]:
         """The rows that no part of the model computes from the prompt."""
         return (str(FinalNormBias()), str(UnembedBias()))
+
+    def top(self, k: int = 10, *, by: Literal["abs", "signed"] = "abs") -> pandas.DataFrame:
+        """The k rows that wrote most towards or against the answer, by their mean over prompts.
+
+        Args:
+            k: how many.
+            by: `abs` ranks by size, so that rows against the answer are seen; `signed` by value.
+
+        Returns:
+            A data frame: component, pos, value. Of one prompt it says the token at each position
+            (component, pos, token, value); of several, `pos` is the position that was asked for
+            ("own": each prompt's own), and positions that not every prompt has are left out.
+
+        Raises:
+            ValueError: `by` is neither.
+        """
+        return super().top(k, by=by)
+
+    def _ranked(self) -> tuple[pandas.DataFrame, str]:
+        if len(self.answers) > 1:
+            return super()._ranked()
+        return self.to_frame().drop(columns="batch"), ""
 
     def sel(self, **labels: object) -> Tensor:
         """Values at labels, those axes dropped.

@@ -90,6 +90,10 @@ class AblationError(ResidPatchingError, TypeError, ValueError):
     """An ablation whose kind is missing, or lacks what the kind needs."""
 
 
+class MetricError(ResidPatchingError, ValueError):
+    """A function used as a metric that does not give each prompt a number of its own."""
+
+
 class ResultFormatError(ResidPatchingError, ValueError):
     """A file that does not hold a result of this package."""
 

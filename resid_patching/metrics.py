@@ -6,7 +6,7 @@
     loss()                     mean of -log p(next token) over the prompt    nats
     kl()                       KL(clean run || changed run)                  nats
     top1_change()              1 where the top prediction changed            changed
-    custom(function)           any function of the logits
+    custom(function)           any function of the logits            its unit
 
 A metric states the rows and columns that it reads, so that the rest is never unembedded. Logits
 are the model's own, after any output softcap.
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from resid_patching.errors import PromptError
+from resid_patching.per_prompt import PerPrompt, named_function, takes_prompts
 from resid_patching.prompts import PositionIndex, Positions, Tokens, tokens_for
 from resid_patching.rerun import Reading
 from resid_patching.run import Run
@@ -183,38 +184,25 @@ class Top1Change:
 
 @dataclass(frozen=True)
 class Custom:
-    """Any function of logits [batch, pos, d_vocab] that gives one number a prompt [batch].
+    """A function of the caller's that gives each prompt one number; see `custom`."""
 
-    It is handed prompts one group at a time, padded with NaN-free garbage behind each prompt's
-    last token; `position` may narrow what it reads to one row, [batch, 1, d_vocab].
-    """
-
-    function: Callable[[Tensor], Tensor]
+    function: Callable[..., Tensor]
     position: Positions = None
     name: str = ""
     unit: str = ""
 
+    def __post_init__(self) -> None:
+        takes_prompts(self.function)
+
     def __str__(self) -> str:
-        return self.name or getattr(self.function, "__name__", "a function of the logits")
+        return self.name or named_function(self.function)
 
     def bind(self, run: Run) -> Reading:
         """What is read of a run's logits."""
-
-        def evaluate(logits: Tensor, rows: slice, clean: Tensor | None) -> Tensor:
-            values = torch.stack([self._value(variant) for variant in logits])
-            return values.to(logits.dtype)
-
-        return Reading(run.locate(self.position), None, evaluate)
-
-    def _value(self, logits: Tensor) -> Tensor:
-        value = self.function(logits)
-        if not isinstance(value, Tensor) or tuple(value.shape) != (len(logits),):
-            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(
-                f"the metric {self} must give one number for each of {len(logits)} prompts, a "
-                f"tensor of shape ({len(logits)},); it gave {found}"
-            )
-        return value
+        where = run.locate(self.position)
+        n_positions = where.valid.sum(1).tolist()
+        own = PerPrompt(self.function, str(self), run, n_positions)
+        return Reading(where, None, own.evaluate)
 
 
 Metric: TypeAlias = LogitDiff | Logit | Prob | Loss | KL | Top1Change | Custom
@@ -274,6 +262,45 @@ def top1_change(*, position: Positions = -1) -> Top1Change:
     return Top1Change(position)
 
 
+def custom(
+    function: Callable[..., Tensor],
+    *,
+    position: Positions = None,
+    name: str = "",
+    unit: str = "",
+) -> Custom:
+    """A function of your own: logits [n, pos, d_vocab] in, one number a prompt [n] out.
+
+    Each call has prompts of equal length without padding: `logits[:, -1]` is after each prompt's
+    last token. A second argument without a default is given the numbers of these prompts in the
+    run, a LongTensor [n] on the CPU, to look labels up with:
+
+        rp.custom(lambda logits, prompts: logits[range(len(logits)), -1, labels[prompts]])
+
+    A function of one argument sees all prompts of the run in each call, row i is prompt i. (Where
+    prompts have several lengths there is a call for each length, in which rows of prompts of other
+    lengths are filled with copies and what is given for them is not read.) Where all of them take
+    more than a quarter of the run's `max_bytes`, it sees some of them at a time. A function that
+    gives each prompt its number whatever its row then goes on to work; one that holds something for
+    each prompt is refused. The numbers never depend on how prompts are grouped.
+
+    Args:
+        function: of logits, or of logits and prompts. It must give a prompt the same number
+            whichever others stand beside it, and leave the logits as they are.
+        position: narrows the logits to one position of each prompt, [n, 1, d_vocab], which is
+            faster and takes less memory: one for all prompts (-1 is the last token), or one for
+            each. None for all positions.
+        name: what it is called in results; without one, the function's name.
+        unit: what its numbers are measured in.
+
+    Raises:
+        TypeError: no function, or one of other arguments.
+        MetricError: when it is measured: it gives no tensor [n], or numbers that depend on other
+            prompts, or it holds something for each prompt and more are needed at once than fit.
+    """
+    return Custom(function, position, name, unit)
+
+
 def as_metric(metric: Any) -> Metric:
     """A metric, or a callable of logits as one.
 
@@ -282,7 +309,7 @@ def as_metric(metric: Any) -> Metric:
     """
     if isinstance(metric, LogitDiff | Logit | Prob | Loss | KL | Top1Change | Custom):
         return metric
-    factories = (logit_diff, logit, prob, loss, kl, top1_change)
+    factories = (logit_diff, logit, prob, loss, kl, top1_change, custom)
     if isinstance(metric, type) or not callable(metric) or metric in factories:
         raise TypeError(
             "metric is rp.logit_diff(answer, foil), rp.logit(token), rp.prob(token), rp.loss(), "

@@ -144,9 +144,11 @@ class Result:
 
     def _rows_shown(self) -> tuple[pandas.DataFrame, str]:
         """What a notebook shows of the result, and which rows these are."""
+        everything, over = self._ranked()
+        n = len(everything.dropna(subset=["value"]))
         frame = self.top(_ROWS_SHOWN)
-        n = int((~self.values.isnan()).sum())
-        return frame, f"the {len(frame)} largest of {n} cells, by size" if len(frame) < n else "all"
+        which = f"the {len(frame)} largest of {n} cells, by size" if len(frame) < n else "all"
+        return frame, f"{which}; {over}" if over else which
 
     def axis(self, name: str) -> Axis:
         """An axis by name.
@@ -179,21 +181,40 @@ class Result:
         return self.axis(name).index(label)
 
     def top(self, k: int = 10, *, by: Literal["abs", "signed"] = "abs") -> pandas.DataFrame:
-        """The k largest cells in long form.
+        """The k largest cells in long form, each its mean over prompts.
+
+        Results about each token (of a lens, of the running total) have a cell for each token of
+        each prompt instead, and name both.
 
         Args:
             k: how many.
             by: `abs` ranks by size, so that strong negative cells are seen; `signed` by value.
+
+        Returns:
+            A data frame: a column for each axis but `batch`, and `value` last. A cell that not
+            every prompt has, such as a late position, is left out.
 
         Raises:
             ValueError: `by` is neither.
         """
         if by not in ("abs", "signed"):
             raise ValueError(f"by is 'abs' or 'signed', got {by!r}")
-        frame = self.to_frame().dropna(subset=["value"])
+        frame = self._ranked()[0].dropna(subset=["value"])
         key = frame["value"].abs() if by == "abs" else frame["value"]
         order = key.sort_values(ascending=False, kind="stable").index[:k]
         return frame.loc[order].reset_index(drop=True)
+
+    def _ranked(self) -> tuple[pandas.DataFrame, str]:
+        """The cells that `top` ranks, in long form, and what their means were taken over."""
+        names = [axis.name for axis in self.axes]
+        if "batch" not in names:
+            return self.to_frame(), ""
+        place = names.index("batch")
+        n = len(self.axes[place].labels)
+        values = self.values.detach().to("cpu", torch.float64).mean(place)
+        axes = tuple(axis for axis in self.axes if axis.name != "batch")
+        frame = Result(values, axes, self.unit, self.provenance).to_frame()
+        return frame, f"mean over {n} prompts" if n > 1 else ""
 
     def to_frame(self) -> pandas.DataFrame:
         """Long form: one row a cell, a column for each axis, `value` last."""

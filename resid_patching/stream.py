@@ -123,6 +123,9 @@ class StreamReport(Result):
         """The largest gap relative to the largest entry that was summed at its position."""
         return float((self.gap / self.scale.clamp_min(1e-30)).nan_to_num().max())
 
+    def _ranked(self) -> tuple[pandas.DataFrame, str]:
+        return self.to_frame(), ""  # each token of each prompt is a cell of its own
+
     def to_frame(self) -> pandas.DataFrame:
         """Long form: write, batch, pos, write_norm, stream_norm, cosine, value (the share)."""
         frame = super().to_frame()

@@ -25,6 +25,7 @@ ORDER = (
     "prompt_sets",
     "run",
     "rerun",
+    "per_prompt",
     "metrics",
     "result",
     "decomposition",

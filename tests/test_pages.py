@@ -192,7 +192,8 @@ def test_a_notebook_shows_a_line_and_the_largest_rows_escaped(model):
     effect = rp.ablate(run, rp.heads(run), rp.Zero(), metric=rp.logit_diff(" the", " a"))
     shown = effect._repr_html_()
     assert "<script" not in shown and html.escape(repr(effect)) in shown
-    assert "zero" in shown and f"the 10 largest of {effect.values.numel()} cells" in shown
+    assert "zero" in shown and f"the 10 largest of {len(effect.targets)} cells" in shown
+    assert "mean over 2 prompts" in shown
     assert all(f"<td>{row.value:.5g}</td>" in shown for row in effect.top(10).itertuples())
     lens = rp.logit_lens(run)
     tokens = lens.top_tokens(3)._repr_html_()

@@ -104,8 +104,8 @@ def joint_targets(toy: Toy) -> list[list[str]]:
     kv = toy.n_kv_heads - 1
     found = [
         ["1.0", "1.2", "attn.1.bias"],
-        ["attn.1", "1.1", "attn.1.bias"],
-        ["mlp.0", "mlp.0.3", "mlp.0.bias", "mlp.2.5"],
+        ["attn.1", "0.1", "attn.0.bias"],
+        ["mlp.0.3", "mlp.0.9", "mlp.0.bias", "mlp.2"],
         ["1.0.q", f"1.{kv}.k", f"1.{kv}.v", "1.3.pattern", "1.1", "1.3.z"],
         ["embed", "0.1", "resid_post.0", "1.2.q", "mlp.2"],
         ["resid_pre.1", "resid_post.1", "2.0"],

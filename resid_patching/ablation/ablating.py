@@ -37,7 +37,7 @@ from resid_patching.ablation.effect import Effect
 from resid_patching.ablation.fills import Fills
 from resid_patching.ablation.kinds import Kind, Path, count_prompts, require_kind
 from resid_patching.ablation.sharing import Rows, Shared, identity_of
-from resid_patching.ablation.targets import Targets, find_sites
+from resid_patching.ablation.targets import Targets, find_sites, require_apart
 from resid_patching.address import Address
 from resid_patching.errors import AblationError, PositionError
 from resid_patching.metrics import Metric, as_metric
@@ -75,7 +75,9 @@ def ablate(
         positions: where the targets are replaced: None for all together, one position of every
             prompt, one for each prompt, or "each" for every position in turn. For a pattern these
             are the rows that attend.
-        joint: replace all targets together, in one row; else one at a time, one row each.
+        joint: replace all targets together, in one row; else one at a time, one row each. What the
+            model computes later wins: a state is what it is set to, whatever was written into it,
+            and a head's z, whatever its query is.
         routes: how the engine may run the variants; all give the same numbers.
         progress: called with the number of variants just done, for each group of prompts.
         rows: a file that keeps each row as it comes. One that is there already, of this very
@@ -91,7 +93,8 @@ def ablate(
 
     Raises:
         AblationError: the kind is missing, a text, a class, or lacks what it needs.
-        AddressError: a target or reader this model does not have.
+        AddressError: a target or reader this model does not have; or, replaced together, a layer
+            and a part of it, which would be the layer alone.
         PositionError: a prompt has no such position.
         PromptError: prompts of unequal length where a kind needs equal ones.
         NotFiniteError: the model's own states overflow on a prompt.
@@ -105,8 +108,10 @@ def ablate(
     each = isinstance(positions, str)
     if each:
         _require_each(positions, kind)
+    if joint:
+        require_apart(sites)
     if isinstance(kind, Path):
-        require_senders(sites, joint=joint)
+        require_senders(sites)
         require_readers(run.view, kind.ends)
     chosen = as_metric(metric)
     require(run.view, "stream", "readout")

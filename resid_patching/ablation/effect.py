@@ -158,6 +158,43 @@ class Effect(Result):
             frame.insert(place, name, flat(tensor))
         return frame
 
+    def top(self, k: int = 10, *, by: Literal["abs", "signed"] = "abs") -> pandas.DataFrame:
+        """The k targets with the largest total effects, by their `mean` over prompts (or tokens).
+
+        Args:
+            k: how many rows.
+            by: `abs` ranks by size, so that strong negative effects are seen; `signed` by value.
+
+        Returns:
+            A data frame with one row a target: target, (reader or position,) baseline, patched,
+            direct, indirect, value; the value is the total effect, and all are means. Of readers
+            side by side or positions in turn each has a row; those without a path, and positions
+            that not every prompt has, are left out. `to_frame` has each prompt's own numbers.
+
+        Raises:
+            ValueError: `by` is neither.
+        """
+        return super().top(k, by=by)
+
+    def _ranked(self) -> tuple[pandas.DataFrame, str]:
+        one = dataclasses.replace(
+            self,
+            values=self.mean(self.values)[..., None],
+            patched=self.mean(self.patched)[..., None],
+            direct=self.mean(self.direct)[..., None],
+            baseline=self.mean(self.baseline)[None],
+            axes=(*self.axes[:-1], Axis("batch", (0,))),
+        )
+        return one.to_frame().drop(columns="batch"), self.averaged
+
+    @property
+    def averaged(self) -> str:
+        """What `mean` is taken over, in words; nothing where there is one prompt."""
+        n = self.baseline.shape[0]
+        if self.weights is not None:
+            return f"mean over {int(self.weights.sum())} tokens of {n} prompt{'s' * (n != 1)}"
+        return f"mean over {n} prompts" if n > 1 else ""
+
     def summary(self, *, seed: int, confidence: float = 0.95, draws: int = 2000) -> Any:
         """Mean over prompts with standard error and bootstrap interval, one row a target.
 

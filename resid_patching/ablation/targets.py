@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-from resid_patching.address import Address, Head, HeadNode, Neuron, Stream, parse
+from resid_patching.address import (
+    MLP,
+    Address,
+    Attn,
+    AttnBias,
+    Head,
+    HeadInput,
+    HeadNode,
+    MLPBias,
+    Neuron,
+    Stream,
+    parse,
+)
 from resid_patching.decomposition import writers_of
 from resid_patching.errors import AddressError
 from resid_patching.models import ModelView
@@ -69,3 +81,25 @@ def _place(site: Address) -> Address:
     if isinstance(site, HeadNode) and site.which == "z":
         return Head(site.layer, site.head)
     return site
+
+
+def require_apart(sites: Sequence[Address]) -> None:
+    """Raises AddressError where a layer is replaced together with a part of it."""
+    for site in sites:
+        whole = _layer_of(site)
+        if whole in sites:
+            raise AddressError(
+                f"{site} is a part of {whole}, so replacing both is replacing {whole} alone; give "
+                "the whole or its parts"
+            )
+
+
+def _layer_of(site: Address) -> Attn | MLP | None:
+    """The attention layer or MLP that a site is inside of."""
+    match site:
+        case Head(layer) | AttnBias(layer) | HeadInput(layer) | HeadNode(layer):
+            return Attn(layer)
+        case Neuron(layer) | MLPBias(layer):
+            return MLP(layer)
+        case _:
+            return None

@@ -45,16 +45,8 @@ def _print_baseline(out: Console, effect: Effect) -> None:
     if effect.has_perplexity:
         items.append(f"perplexity {_short(float(effect.perplexity['before'].iloc[0]))}")
     if effect.baseline.shape[0] > 1:
-        items.append(f"({averaged(effect)})")
+        items.append(f"({effect.averaged})")
     print_line(out, "baseline", *items)
-
-
-def averaged(effect: Effect) -> str:
-    """What a mean over prompts or tokens was taken over."""
-    n = effect.baseline.shape[0]
-    if effect.weights is None:
-        return f"mean over {n} prompts"
-    return f"mean over {int(effect.weights.sum())} tokens of {n} prompts"
 
 
 def _print_rows(out: Console, effect: Effect, top: int) -> None:
@@ -88,7 +80,7 @@ def unit_text(effect: Effect) -> str:
     """What the numbers of a table are."""
     text = f"effect in {effect.unit}"
     if effect.baseline.shape[0] > 1:
-        text += f", {averaged(effect)}; sd over prompts"
+        text += f", {effect.averaged}; sd over prompts"
     return text
 
 

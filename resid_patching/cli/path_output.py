@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from resid_patching.cli.effects import (
-    averaged,
     by_size,
     print_cells,
     print_crossed,
@@ -157,7 +156,7 @@ def _print_question(out: Console, found: Found) -> None:
         items.append(f"source {source:+.4f}")
         items.append(f"source - base {source - base:+.4f}")
     if effect.baseline.shape[0] > 1:
-        items.append(f"({averaged(effect)})")
+        items.append(f"({effect.averaged})")
     print_line(out, "baseline", *items)
 
 

@@ -47,6 +47,9 @@ class LensResult(Result):
         axes = tuple(axis for axis in self.axes if axis.name != "pos")
         return Result(values, axes, self.unit, self.provenance).sel(**rest)
 
+    def _ranked(self) -> tuple[pandas.DataFrame, str]:
+        return self.to_frame(), ""  # each token of each prompt is a cell of its own
+
     def to_frame(self) -> pandas.DataFrame:
         """Long form, with the token at each position; one row a cell that exists."""
         frame = super().to_frame()

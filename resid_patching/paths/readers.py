@@ -23,14 +23,9 @@ from resid_patching.address import (
     READERS,
     WRITERS,
     Address,
-    Attn,
-    AttnBias,
-    Head,
     HeadInput,
     Logits,
-    MLPBias,
     MLPIn,
-    Neuron,
     Reader,
     Stream,
     parse,
@@ -152,8 +147,8 @@ def require_readers(view: ModelView, ends: Readers) -> None:
             )
 
 
-def require_senders(senders: Sequence[Address], *, joint: bool) -> None:
-    """Raises AddressError where a path cannot start: at no writer, or at a part and its whole."""
+def require_senders(senders: Sequence[Address]) -> None:
+    """Raises AddressError where a path cannot start: nowhere, or at no writer."""
     if not senders:
         raise AddressError("a path needs a sender, such as the head 9.9")
     for sender in senders:
@@ -162,25 +157,6 @@ def require_senders(senders: Sequence[Address], *, joint: bool) -> None:
                 f"{sender} writes nothing to the stream, so no path starts there. Senders are "
                 "heads such as 9.9, attn.9, mlp.9, mlp.9.2214, embed, pos_embed and the biases"
             )
-    if not joint:
-        return
-    wholes = {sender for sender in senders if isinstance(sender, Attn | MLP)}
-    for sender in senders:
-        whole = _whole_of(sender)
-        if whole in wholes:
-            raise AddressError(
-                f"{sender} is a part of {whole}; taken together, give the whole or its parts"
-            )
-
-
-def _whole_of(sender: Address) -> Address | None:
-    match sender:
-        case Head(layer, _) | AttnBias(layer):
-            return Attn(layer)
-        case Neuron(layer, _) | MLPBias(layer):
-            return MLP(layer)
-        case _:
-            return None
 
 
 def site_of(view: ModelView, reader: Reader) -> Site:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from resid_patching.ablation import Effect
-from resid_patching.address import Head, parse
+from resid_patching.address import Head, HeadInput, HeadNode, Neuron, parse
 from resid_patching.attribution import Attribution
 from resid_patching.errors import AddressError
 from resid_patching.plots.base import (
@@ -42,6 +42,7 @@ _CELL_WIDTH, _ROW_HEIGHT = 46, 23  # pixels
 _NARROW = 40  # cells narrower than this show no numbers
 _MANY_ROWS = 40  # from here on rows are thinner, and cells show no numbers
 _LEAST_CELL = 20  # two digits of a label
+_THIN_CELL, _SLANTED_LABEL = 6, 12  # of a long row of positions; a label at a slant
 _SCREEN = 1200  # what panels side by side may take
 
 
@@ -82,7 +83,9 @@ def effect_grids(effect: Effect, *, top: int = 40) -> plotly.graph_objects.Figur
     Args:
         effect: of heads, one at a time (layer × head), or of a path to readers side by side
             (sender × reader), or of targets at each position in turn (target × position).
-        top: of these two, so many rows and columns, by their largest total effect.
+        top: of heads, neurons and their inputs in these two, so many rows or columns, by their
+            largest total effect; the title says how many there are. What has an order is shown
+            whole: positions, stream states, and the layers' attention, MLPs and biases.
 
     Returns:
         A figure with a trace of numbers for each of the three, and of what has none.
@@ -93,24 +96,28 @@ def effect_grids(effect: Effect, *, top: int = 40) -> plotly.graph_objects.Figur
     """
     parts: tuple[Of, ...] = ("total", "direct", "indirect")
     grids: dict[str, Grid] = {of: _grid(effect, of) for of in parts}
-    n_rows, n_columns = grids["total"].values.shape
+    axes = (grids["total"].rows, grids["total"].columns)
     if effect.columns is not None:
         grids = _strongest(grids, top)
-    shown = grids["total"].values.shape
+    shown = (grids["total"].rows, grids["total"].columns)
     heading = _heading(
         effect, "total", f"Effects on {metric_words(effect)}: total, direct, indirect"
     )
-    names_of = (grids["total"].rows.name, grids["total"].columns.name)
-    for what, n, n_all in zip(names_of, shown, (n_rows, n_columns), strict=True):
-        heading[-1] += f"; the strongest {n} of {n_all} {what}s" if n < n_all else ""
+    for some, all_ in zip(shown, axes, strict=True):
+        n, n_all = len(some.labels), len(all_.labels)
+        heading[-1] += f"; the strongest {n} of {n_all} {all_.name}s" if n < n_all else ""
     return side_by_side(grids, effect.unit, heading)
 
 
 def _strongest(grids: Mapping[str, Grid], top: int) -> dict[str, Grid]:
-    """The rows and columns with the largest totals, in the order they were given."""
-    sizes = grids["total"].values.nan_to_num().abs()
-    rows = sorted(sizes.amax(1).sort(descending=True, stable=True).indices[:top].tolist())
-    columns = sorted(sizes.amax(0).sort(descending=True, stable=True).indices[:top].tolist())
+    """The rows and columns with the largest totals, in the order they were given.
+
+    All of them where they have an order of their own: a gap in it would hide where effects change.
+    """
+    total = grids["total"]
+    sizes = total.values.nan_to_num().abs()
+    rows = _largest(sizes.amax(1), top, total.rows)
+    columns = _largest(sizes.amax(0), top, total.columns)
 
     def part(grid: Grid) -> Grid:
         beside = {name: values[rows][:, columns] for name, values in grid.beside.items()}
@@ -122,6 +129,24 @@ def _strongest(grids: Mapping[str, Grid], top: int) -> dict[str, Grid]:
         )
 
     return {name: part(grid) for name, grid in grids.items()}
+
+
+def _largest(sizes: Tensor, top: int, axis: Axis) -> list[int]:
+    """Places on an axis: all where it has an order, else those with the largest sizes."""
+    if all(map(_is_ordered, axis.labels)):
+        return list(range(len(sizes)))
+    return sorted(sizes.sort(descending=True, stable=True).indices[:top].tolist())
+
+
+def _is_ordered(label: str | int) -> bool:
+    """Whether a label is a position, or a place that stands once in each layer."""
+    if isinstance(label, int):
+        return True
+    try:
+        address = parse(label)
+    except AddressError:  # several together
+        return False
+    return not isinstance(address, Head | HeadInput | HeadNode | Neuron)
 
 
 def metric_words(effect: Effect) -> str:
@@ -216,10 +241,7 @@ def as_head(label: str) -> Head | None:
 
 def about_effect(effect: Effect) -> tuple[str, ...]:
     """Kind of ablation, place and prompts, for a title."""
-    over = over_prompts(effect)
-    if effect.weights is not None:
-        n = effect.provenance.n_prompts
-        over = f"mean over {int(effect.weights.sum())} tokens of {n} prompt{'s' * (n > 1)}"
+    over = effect.averaged or "one prompt"
     joint = " (targets together)" if effect.joint else ""
     return f"{effect.how}{joint}, at {effect.positions}", over
 
@@ -378,8 +400,10 @@ def side_by_side(
     left = 45 + round(CHARACTER * max(map(len, row_names)))
     longest = max(map(len, names(first.columns)))
     fits = (_SCREEN - left - 90 - 26 * (n - 1)) // n // n_columns
-    across = fits >= 23
+    across = fits >= (15 if first.is_tall else 23)  # tall ones show no numbers
     cell = min(_CELL_WIDTH, fits) if across else _CELL_WIDTH
+    if not across and n_columns > _MANY_ROWS:
+        cell = min(_CELL_WIDTH, max(_THIN_CELL, (_SCREEN - left - 90) // n_columns))
     wide = max(cell * n_columns, 90)
     from plotly.subplots import make_subplots
 
@@ -404,6 +428,8 @@ def side_by_side(
     lay_out(figure, _with_absent(heading, first), width=width, inside=inside, above=24, least=width)
     figure.update_annotations(font={"size": 13})
     figure.update_xaxes(**_CATEGORIES, **_slant(longest, cell))
+    if cell < _SLANTED_LABEL:
+        figure.update_xaxes(dtick=-(-_SLANTED_LABEL // cell))
     figure.update_yaxes(autorange="reversed", **_CATEGORIES)
     if not across:
         figure.update_annotations(x=0, xanchor="left")
