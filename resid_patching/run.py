@@ -98,7 +98,7 @@ class Run:
         """Slices of the batch whose forward pass stays within `max_bytes`."""
         view = self.view
         token_bytes = view.W_U.element_size() * (view.W_U.shape[1] + 16 * view.d_model)
-        return self.prompts.chunks(self.max_bytes // token_bytes)
+        return self.prompts.chunks(self.max_bytes // token_bytes, view.length_class)
 
     def fetch(self, address: Address) -> Float[Tensor, "batch pos ..."]:
         """The activation at an address for all prompts, kept for the next time.
