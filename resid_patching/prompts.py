@@ -29,6 +29,7 @@ from resid_patching.models import ModelView, as_view, take
 from resid_patching.tokens import (
     Token,
     bos_id,
+    framed,
     single_token,
     token_ids,
     token_text,
@@ -214,6 +215,7 @@ def prepare(
     texts, rows = _rows_of_sequence(view, prompts, prepend_bos)
     if texts[0] is None:
         _warn_padded_lists(view, rows)
+    _warn_trailing_space(view, texts)
     return _assemble(view, rows, texts, [0] * len(rows))
 
 
@@ -230,7 +232,8 @@ def windows(
     Args:
         model: the model whose tokenizer cuts the text.
         text: the text.
-        length: tokens of a window, its beginning-of-sequence token included.
+        length: tokens of a window, its beginning-of-sequence token included, and whatever else
+            the tokenizer puts around a text.
         prepend_bos: whether every window begins with the beginning-of-sequence token; None does
             what the model's own `to_tokens` does.
         limit: at most so many windows.
@@ -247,14 +250,11 @@ def windows(
             f"windows of {length} tokens were asked for, but the context of {view.name} is "
             f"{view.n_ctx} tokens"
         )
-    ids = tokenize(view, text, prepend_bos)
-    bos = bos_id(view)
-    lead = [bos] if bos is not None and ids[:1] == [bos] else []
-    body = ids[len(lead) :]
-    step = length - len(lead)
+    opening, body, closing = framed(view, text, prepend_bos)
+    step = length - len(opening) - len(closing)
     if step < 1 or not body:
         raise PromptError("windows need a text of at least one token and room for it")
-    rows = [lead + body[start : start + step] for start in range(0, len(body), step)]
+    rows = [opening + body[start : start + step] + closing for start in range(0, len(body), step)]
     rows = [row for row in rows if len(row) > 1] or rows
     rows = rows[:limit]
     return _assemble(view, rows, [None] * len(rows), [0] * len(rows))
@@ -302,6 +302,28 @@ def _warn_missing_space(view: ModelView, token: Token, prompt: str | None, what:
             f"is token {spaced[0]}, which is what usually follows this prompt",
             AnswerWarning,
         )
+
+
+def _warn_trailing_space(view: ModelView, texts: Sequence[str | None]) -> None:
+    """Warns where prompts end in a space that would be part of the next word's token."""
+    ending = [text for text in texts if text is not None and _ends_in_loose_space(view, text)]
+    if ending:
+        warn(
+            f"prompts end in a space ({len(ending)} of {len(texts)}, such as "
+            f"{ending[0][-20:]!r}). The space is a token of its own there, but this tokenizer puts "
+            "it into the next word's token, so the model has hardly ever seen a word follow it. "
+            "Leave it out of the prompt, and begin the answer with it.",
+            AnswerWarning,
+        )
+
+
+def _ends_in_loose_space(view: ModelView, text: str) -> bool:
+    """Whether the last token is of spaces alone, and would not be if a word followed."""
+    if not text.endswith(" "):
+        return False
+    ids = token_ids(view, text)
+    alone = bool(ids) and not token_text(view.tokenizer, ids[-1]).strip()
+    return alone and token_ids(view, text + "a")[: len(ids)] != ids
 
 
 def _rows_of_sequence(

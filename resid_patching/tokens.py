@@ -6,7 +6,13 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from resid_patching.errors import BosWarning, PromptError, TokenError, warn
+from resid_patching.errors import (
+    BosWarning,
+    PromptError,
+    SpecialTokenWarning,
+    TokenError,
+    warn,
+)
 from resid_patching.models import ModelView
 
 Token: TypeAlias = str | int
@@ -133,7 +139,23 @@ def puts_bos(view: ModelView, prepend_bos: bool | None) -> bool:
 
 
 def tokenize(view: ModelView, text: str, prepend_bos: bool | None) -> list[int]:
-    """Ids as the model's own `to_tokens` gives them, with the BOS once and never cut short."""
+    """Ids as the model's own `to_tokens` gives them, with the BOS once and never cut short.
+
+    What a tokenizer without BOS puts around a text stays, such as [CLS] and [SEP]. An end-of-text
+    token that it puts behind every text is left off, as by TransformerBridge. Both are said.
+
+    Warns:
+        BosWarning: the BOS that the model was trained with is left out.
+        SpecialTokenWarning: the tokenizer puts a token of its own behind every text.
+    """
+    opening, body, closing = framed(view, text, prepend_bos)
+    return opening + body + closing
+
+
+def framed(
+    view: ModelView, text: str, prepend_bos: bool | None
+) -> tuple[list[int], list[int], list[int]]:
+    """`tokenize` in three parts: what is put before the text, the text, what is put behind it."""
     _require_unicode(text, PromptError)
     tokenizer = _require_tokenizer(view)
     wanted = puts_bos(view, prepend_bos)
@@ -151,12 +173,61 @@ def tokenize(view: ModelView, text: str, prepend_bos: bool | None) -> list[int]:
     if wanted and opens_with_bos:
         text = text[len(bos_text) :]
     if not text:
-        return _only_bos(view, wanted or opens_with_bos, bos)
+        return _only_bos(view, wanted or opens_with_bos, bos), [], []
+    before, behind = _around(tokenizer)
+    if behind or bos is None:
+        return _own_frame(view, text, prepend_bos, before, behind)
     ids = view.model.to_tokens(text, prepend_bos=wanted, truncate=False)[0].tolist()
-    if wanted and bos is not None:
+    if wanted:
         while len(ids) > 1 and ids[0] == ids[1] == bos and not text.startswith(bos_text):
             ids = ids[1:]
-    return ids
+    n_opening = int(ids[:1] == [bos])
+    return ids[:n_opening], ids[n_opening:], []
+
+
+def _own_frame(
+    view: ModelView, text: str, prepend_bos: bool | None, before: list[int], behind: list[int]
+) -> tuple[list[int], list[int], list[int]]:
+    """`framed` for tokenizers that put more around a text than a BOS.
+
+    TransformerLens takes whatever stands first for a BOS, a word of the text where it is one.
+    """
+    tokenizer, bos = view.tokenizer, bos_id(view)
+    assert tokenizer is not None
+    default = bool(getattr(view.cfg, "default_prepend_bos", True))
+    wanted = default if prepend_bos is None else prepend_bos
+    ids = list(tokenizer(text)["input_ids"])
+    body = ids[len(before) : len(ids) - len(behind)]
+    opening = before if wanted else [] if bos is None else [i for i in before if i != bos]
+    if wanted and bos is not None and bos not in before:
+        opening = [*before, bos]
+    if not behind:
+        return opening, body, []
+    shown = "".join(token_text(tokenizer, token) for token in behind)
+    puts = f"the tokenizer of {view.name} puts {shown!r} behind every text"
+    if behind == [tokenizer.eos_token_id]:
+        warn(
+            f"{puts}; it is left off, so that position -1 is the text's own last token. Give token "
+            "ids to keep it.",
+            SpecialTokenWarning,
+        )
+        return opening, body, []
+    warn(
+        f"{puts}, and so it is here: position -1 is {token_text(tokenizer, behind[-1])!r}. The "
+        f"text's own last token is at position {-1 - len(behind)}; or give token ids.",
+        SpecialTokenWarning,
+    )
+    return opening, body, behind
+
+
+def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer puts before and behind every text."""
+    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer("a")["input_ids"])
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start], whole[start + len(bare) :]
+    return [], []
 
 
 def _only_bos(view: ModelView, wanted: bool, bos: int | None) -> list[int]:
