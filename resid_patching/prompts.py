@@ -213,10 +213,11 @@ def prepare(
         rows, starts = _rows_of_tensor(view, prompts, mask)
         return _assemble(view, rows, [None] * len(rows), starts)
     texts, rows = _rows_of_sequence(view, prompts, prepend_bos)
+    ready = _assemble(view, rows, texts, [0] * len(rows))
     if texts[0] is None:
         _warn_padded_lists(view, rows)
     _warn_trailing_space(view, texts)
-    return _assemble(view, rows, texts, [0] * len(rows))
+    return ready
 
 
 def windows(
@@ -250,7 +251,7 @@ def windows(
             f"windows of {length} tokens were asked for, but the context of {view.name} is "
             f"{view.n_ctx} tokens"
         )
-    opening, body, closing = framed(view, text, prepend_bos)
+    [(opening, body, closing)] = framed(view, [text], prepend_bos)
     step = length - len(opening) - len(closing)
     if step < 1 or not body:
         raise PromptError("windows need a text of at least one token and room for it")
@@ -339,7 +340,7 @@ def _rows_of_sequence(
     if not prompts:
         raise PromptError("no prompts were given; give at least one")
     if all(isinstance(prompt, str) for prompt in prompts):
-        return list(prompts), [tokenize(view, prompt, prepend_bos) for prompt in prompts]
+        return list(prompts), tokenize(view, prompts, prepend_bos)
     if all(isinstance(token, int) and not isinstance(token, bool) for token in prompts):
         prompts = [prompts]
     rows = []
@@ -387,9 +388,10 @@ def _guess_mask(view: ModelView, tokens: Tensor) -> Tensor:
     Raises:
         PromptError: the ids do not tell which tokens are padding.
     """
-    pad, n_rows, width = getattr(view.tokenizer, "pad_token_id", None), *tokens.shape
+    tokenizer, n_rows, width = view.tokenizer, *tokens.shape
+    pad = getattr(tokenizer, "pad_token_id", None)
     everything = torch.ones_like(tokens, dtype=torch.bool)
-    if pad is None or n_rows == 1 or width == 1:
+    if tokenizer is None or pad is None or n_rows == 1 or width == 1:
         return everything
     left, right = _pad_runs(tokens, pad)
     blank = left == width
@@ -402,16 +404,16 @@ def _guess_mask(view: ModelView, tokens: Tensor) -> Tensor:
         unclear = f"begins {begun} and ends {ended} of {n_rows} rows"
     elif has_bos and begun == n_rows:
         unclear = "is also the beginning-of-sequence token, and every row begins with several"
-    elif ended == n_rows and pad == view.tokenizer.eos_token_id:
+    elif ended == n_rows and pad == tokenizer.eos_token_id:
         unclear = "is also the end-of-text token, and every row ends with it"
     if unclear is not None:
         raise PromptError(
-            f"the pad token {token_text(view.tokenizer, pad)!r} {unclear}, so it cannot be known "
+            f"the pad token {token_text(tokenizer, pad)!r} {unclear}, so it cannot be known "
             "which tokens are padding; pass mask=, 1 where a token is real"
         )
     if not begun and not ended and not blank.any():
         return everything
-    side = "left" if begun else "right" if ended else view.tokenizer.padding_side
+    side = "left" if begun else "right" if ended else tokenizer.padding_side
     places = torch.arange(width, device=tokens.device)
     is_pad = places < left[:, None] if side == "left" else places >= width - right[:, None]
     warn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -138,7 +139,11 @@ def puts_bos(view: ModelView, prepend_bos: bool | None) -> bool:
     return default if prepend_bos is None else prepend_bos
 
 
-def tokenize(view: ModelView, text: str, prepend_bos: bool | None) -> list[int]:
+Framed: TypeAlias = tuple[list[int], list[int], list[int]]
+"""The ids put before a text, its own, and the ids put behind it."""
+
+
+def tokenize(view: ModelView, texts: Sequence[str], prepend_bos: bool | None) -> list[list[int]]:
     """Ids as the model's own `to_tokens` gives them, with the BOS once and never cut short.
 
     What a tokenizer without BOS puts around a text stays, such as [CLS] and [SEP]. An end-of-text
@@ -148,35 +153,43 @@ def tokenize(view: ModelView, text: str, prepend_bos: bool | None) -> list[int]:
         BosWarning: the BOS that the model was trained with is left out.
         SpecialTokenWarning: the tokenizer puts a token of its own behind every text.
     """
-    opening, body, closing = framed(view, text, prepend_bos)
-    return opening + body + closing
+    parts = framed(view, texts, prepend_bos)
+    return [opening + body + closing for opening, body, closing in parts]
 
 
-def framed(
-    view: ModelView, text: str, prepend_bos: bool | None
-) -> tuple[list[int], list[int], list[int]]:
-    """`tokenize` in three parts: what is put before the text, the text, what is put behind it."""
-    _require_unicode(text, PromptError)
+def framed(view: ModelView, texts: Sequence[str], prepend_bos: bool | None) -> list[Framed]:
+    """`tokenize`, with each text's ids in three parts."""
+    for text in texts:
+        _require_unicode(text, PromptError)
     tokenizer = _require_tokenizer(view)
-    wanted = puts_bos(view, prepend_bos)
-    bos, bos_text = bos_id(view), tokenizer.bos_token or ""
+    wanted, bos = puts_bos(view, prepend_bos), bos_id(view)
     # TransformerLens has every tokenizer put a BOS; a model that was trained with one has a token
     # for it that is not also its end of text.
     puts_own = getattr(view.cfg, "tokenizer_prepends_bos", False)
     if prepend_bos is False and puts_own and bos not in (None, tokenizer.eos_token_id):
         warn(
-            f"{view.name} has a beginning-of-sequence token, {bos_text!r}, and prepend_bos=False "
-            "leaves it out; some models are far worse without it",
+            f"{view.name} has a beginning-of-sequence token, {tokenizer.bos_token!r}, and "
+            "prepend_bos=False leaves it out; some models are far worse without it",
             BosWarning,
         )
-    opens_with_bos = bos is not None and text.startswith(bos_text)
+    before, behind = _around(tokenizer)
+    if behind:
+        _warn_behind(view, behind)
+    if not behind and bos is not None:
+        return [_with_bos(view, text, wanted, bos) for text in texts]
+    default = bool(getattr(view.cfg, "default_prepend_bos", True))
+    opens = default if prepend_bos is None else prepend_bos
+    return [_with_own_frame(view, text, opens, before, behind) for text in texts]
+
+
+def _with_bos(view: ModelView, text: str, wanted: bool, bos: int) -> Framed:
+    """A text of a tokenizer that puts a BOS or nothing; a BOS that the text begins with is it."""
+    bos_text = str(view.tokenizer.bos_token)  # type: ignore[union-attr]
+    opens_with_bos = text.startswith(bos_text)
     if wanted and opens_with_bos:
         text = text[len(bos_text) :]
     if not text:
         return _only_bos(view, wanted or opens_with_bos, bos), [], []
-    before, behind = _around(tokenizer)
-    if behind or bos is None:
-        return _own_frame(view, text, prepend_bos, before, behind)
     ids = view.model.to_tokens(text, prepend_bos=wanted, truncate=False)[0].tolist()
     if wanted:
         while len(ids) > 1 and ids[0] == ids[1] == bos and not text.startswith(bos_text):
@@ -185,24 +198,29 @@ def framed(
     return ids[:n_opening], ids[n_opening:], []
 
 
-def _own_frame(
-    view: ModelView, text: str, prepend_bos: bool | None, before: list[int], behind: list[int]
-) -> tuple[list[int], list[int], list[int]]:
-    """`framed` for tokenizers that put more around a text than a BOS.
+def _with_own_frame(
+    view: ModelView, text: str, opens: bool, before: list[int], behind: list[int]
+) -> Framed:
+    """A text of a tokenizer that puts more around it than a BOS, or has none.
 
     TransformerLens takes whatever stands first for a BOS, a word of the text where it is one.
     """
-    tokenizer, bos = view.tokenizer, bos_id(view)
-    assert tokenizer is not None
-    default = bool(getattr(view.cfg, "default_prepend_bos", True))
-    wanted = default if prepend_bos is None else prepend_bos
+    tokenizer, bos = _require_tokenizer(view), bos_id(view)
+    if bos is not None and opens:
+        text = text.removeprefix(tokenizer.bos_token)
+    if not text:
+        return _only_bos(view, opens, bos), [], []
     ids = list(tokenizer(text)["input_ids"])
     body = ids[len(before) : len(ids) - len(behind)]
-    opening = before if wanted else [] if bos is None else [i for i in before if i != bos]
-    if wanted and bos is not None and bos not in before:
+    opening = before if opens else [token for token in before if bos not in (None, token)]
+    if opens and bos is not None and bos not in before:
         opening = [*before, bos]
-    if not behind:
-        return opening, body, []
+    return opening, body, [] if behind == [tokenizer.eos_token_id] else behind
+
+
+def _warn_behind(view: ModelView, behind: list[int]) -> None:
+    """Says what becomes of the tokens that a tokenizer puts behind every text."""
+    tokenizer = _require_tokenizer(view)
     shown = "".join(token_text(tokenizer, token) for token in behind)
     puts = f"the tokenizer of {view.name} puts {shown!r} behind every text"
     if behind == [tokenizer.eos_token_id]:
@@ -211,13 +229,12 @@ def _own_frame(
             "ids to keep it.",
             SpecialTokenWarning,
         )
-        return opening, body, []
+        return
     warn(
         f"{puts}, and so it is here: position -1 is {token_text(tokenizer, behind[-1])!r}. The "
         f"text's own last token is at position {-1 - len(behind)}; or give token ids.",
         SpecialTokenWarning,
     )
-    return opening, body, behind
 
 
 def _around(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -56,14 +56,16 @@ def length_ropes(modules: Iterable[torch.nn.Module]) -> tuple[LengthRope, ...]:
         kinds = vars(module).get("rope_type")
         by_layer_type = kinds if isinstance(kinds, dict) else {None: kinds}
         for layer_type, kind in by_layer_type.items():
-            if not isinstance(kind, str) or not (kind == "longrope" or "dynamic" in kind):
+            prefix = "" if layer_type is None else f"{layer_type}_"
+            is_rope = isinstance(kind, str) and f"{prefix}inv_freq" in module._buffers
+            if not is_rope or not (kind == "longrope" or "dynamic" in kind):
                 continue
-            context = vars(module).get("original_max_seq_len")
             if kind == "longrope":
                 settings = vars(module)["config"].rope_parameters
                 settings = settings if layer_type is None else settings[layer_type]
                 context = settings["original_max_position_embeddings"]
-            prefix = "" if layer_type is None else f"{layer_type}_"
+            else:
+                context = vars(module)["original_max_seq_len"]
             found.append(LengthRope(module, kind, int(context), prefix))
     return tuple(found)
 
