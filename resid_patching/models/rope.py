@@ -57,8 +57,9 @@ def length_ropes(modules: Iterable[torch.nn.Module]) -> tuple[LengthRope, ...]:
         by_layer_type = kinds if isinstance(kinds, dict) else {None: kinds}
         for layer_type, kind in by_layer_type.items():
             prefix = "" if layer_type is None else f"{layer_type}_"
-            is_rope = isinstance(kind, str) and f"{prefix}inv_freq" in module._buffers
-            if not is_rope or not (kind == "longrope" or "dynamic" in kind):
+            if not isinstance(kind, str) or f"{prefix}inv_freq" not in module._buffers:
+                continue
+            if kind != "longrope" and "dynamic" not in kind:
                 continue
             if kind == "longrope":
                 settings = vars(module)["config"].rope_parameters
