@@ -143,15 +143,19 @@ class ResidPatchingWarning(UserWarning):
 
 
 class AnswerWarning(ResidPatchingWarning):
-    """An answer that is probably not the token that was meant."""
+    """An answer, or the last token of a prompt, that is probably not the token that was meant."""
 
 
 class BosWarning(ResidPatchingWarning):
     """A beginning-of-sequence setting that overrides the tokenizer's own."""
 
 
+class SpecialTokenWarning(ResidPatchingWarning):
+    """A token that the tokenizer puts behind every text, where the prompt's last token is read."""
+
+
 class PaddingWarning(ResidPatchingWarning):
-    """Tokens that were taken for padding."""
+    """Tokens that were taken for padding, or look like it."""
 
 
 class BackendWarning(ResidPatchingWarning):

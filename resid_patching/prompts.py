@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -29,6 +29,7 @@ from resid_patching.models import ModelView, as_view, take
 from resid_patching.tokens import (
     Token,
     bos_id,
+    framed,
     single_token,
     token_ids,
     token_text,
@@ -73,14 +74,22 @@ class Prompts:
         lengths = torch.tensor(self.lengths, device=self.tokens.device)
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < lengths[:, None]
 
-    def chunks(self, limit: int) -> Iterator[slice]:
-        """Consecutive rows of at most `limit` tokens, padding included; at least one row each."""
+    def chunks(self, limit: int, length_class: Callable[[int], object]) -> Iterator[slice]:
+        """Consecutive rows that run together; at least one row each.
+
+        Args:
+            limit: the most tokens, padding included.
+            length_class: of the model, `ModelView.length_class`; prompts of different classes
+                never share a chunk.
+        """
         start = 0
         while start < len(self):
             stop, width = start + 1, self.lengths[start]
+            shared = length_class(width)
             while stop < len(self):
                 wider = max(width, self.lengths[stop])
-                if wider * (stop + 1 - start) > limit:
+                too_many = wider * (stop + 1 - start) > limit
+                if too_many or length_class(self.lengths[stop]) != shared:
                     break
                 stop, width = stop + 1, wider
             yield slice(start, stop)
@@ -186,11 +195,12 @@ def prepare(
         prepend_bos: whether texts get the beginning-of-sequence token. None does what the model's
             own `to_tokens` does. It is never put twice. Ids are taken as they are.
         mask: for a 2-D tensor, 1 where a token is real. Without it, and in batches alone, runs of
-            the tokenizer's pad token on its padding side are taken for padding, with a warning,
-            as TransformerLens does.
+            the tokenizer's pad token at one end of the rows are taken for padding, with a warning
+            that says which end.
 
     Raises:
-        PromptError: empty, too long for the context, or ids outside the vocabulary.
+        PromptError: empty, too long for the context, ids outside the vocabulary, or pad tokens
+            of which it cannot be known whether they are padding.
     """
     if isinstance(prompts, Prompts):
         for number, row in enumerate(prompts.tokens.tolist()):
@@ -203,7 +213,11 @@ def prepare(
         rows, starts = _rows_of_tensor(view, prompts, mask)
         return _assemble(view, rows, [None] * len(rows), starts)
     texts, rows = _rows_of_sequence(view, prompts, prepend_bos)
-    return _assemble(view, rows, texts, [0] * len(rows))
+    ready = _assemble(view, rows, texts, [0] * len(rows))
+    if texts[0] is None:
+        _warn_padded_lists(view, rows)
+    _warn_trailing_space(view, texts)
+    return ready
 
 
 def windows(
@@ -219,7 +233,8 @@ def windows(
     Args:
         model: the model whose tokenizer cuts the text.
         text: the text.
-        length: tokens of a window, its beginning-of-sequence token included.
+        length: tokens of a window, its beginning-of-sequence token included, and whatever else
+            the tokenizer puts around a text.
         prepend_bos: whether every window begins with the beginning-of-sequence token; None does
             what the model's own `to_tokens` does.
         limit: at most so many windows.
@@ -236,14 +251,11 @@ def windows(
             f"windows of {length} tokens were asked for, but the context of {view.name} is "
             f"{view.n_ctx} tokens"
         )
-    ids = tokenize(view, text, prepend_bos)
-    bos = bos_id(view)
-    lead = [bos] if bos is not None and ids[:1] == [bos] else []
-    body = ids[len(lead) :]
-    step = length - len(lead)
+    [(opening, body, closing)] = framed(view, [text], prepend_bos)
+    step = length - len(opening) - len(closing)
     if step < 1 or not body:
         raise PromptError("windows need a text of at least one token and room for it")
-    rows = [lead + body[start : start + step] for start in range(0, len(body), step)]
+    rows = [opening + body[start : start + step] + closing for start in range(0, len(body), step)]
     rows = [row for row in rows if len(row) > 1] or rows
     rows = rows[:limit]
     return _assemble(view, rows, [None] * len(rows), [0] * len(rows))
@@ -293,6 +305,28 @@ def _warn_missing_space(view: ModelView, token: Token, prompt: str | None, what:
         )
 
 
+def _warn_trailing_space(view: ModelView, texts: Sequence[str | None]) -> None:
+    """Warns where prompts end in a space that would be part of the next word's token."""
+    ending = [text for text in texts if text is not None and _ends_in_loose_space(view, text)]
+    if ending:
+        warn(
+            f"prompts end in a space ({len(ending)} of {len(texts)}, such as "
+            f"{ending[0][-20:]!r}). The space is a token of its own there, but this tokenizer puts "
+            "it into the next word's token, so the model has hardly ever seen a word follow it. "
+            "Leave it out of the prompt, and begin the answer with it.",
+            AnswerWarning,
+        )
+
+
+def _ends_in_loose_space(view: ModelView, text: str) -> bool:
+    """Whether the last token is of spaces alone, and would not be if a word followed."""
+    if not text.endswith(" "):
+        return False
+    ids = token_ids(view, text)
+    alone = bool(ids) and not token_text(view.tokenizer, ids[-1]).strip()
+    return alone and token_ids(view, text + "a")[: len(ids)] != ids
+
+
 def _rows_of_sequence(
     view: ModelView, prompts: Any, prepend_bos: bool | None
 ) -> tuple[list[str | None], list[list[int]]]:
@@ -306,7 +340,7 @@ def _rows_of_sequence(
     if not prompts:
         raise PromptError("no prompts were given; give at least one")
     if all(isinstance(prompt, str) for prompt in prompts):
-        return list(prompts), [tokenize(view, prompt, prepend_bos) for prompt in prompts]
+        return list(prompts), tokenize(view, prompts, prepend_bos)
     if all(isinstance(token, int) and not isinstance(token, bool) for token in prompts):
         prompts = [prompts]
     rows = []
@@ -346,29 +380,68 @@ def _rows_of_tensor(
 
 
 def _guess_mask(view: ModelView, tokens: Tensor) -> Tensor:
-    """Padding as TransformerLens would take it: runs of the pad token at the padding side."""
-    everything = torch.ones_like(tokens, dtype=torch.bool)
-    tokenizer = view.tokenizer
+    """Takes runs of the pad token at one end of a batch's rows for padding.
+
+    A batch is padded at one end alone. Where the pad token is also the beginning-of-sequence token
+    and every row begins with it, the last of a leading run is that token and no padding.
+
+    Raises:
+        PromptError: the ids do not tell which tokens are padding.
+    """
+    tokenizer, n_rows, width = view.tokenizer, *tokens.shape
     pad = getattr(tokenizer, "pad_token_id", None)
-    if tokenizer is None or tokens.shape[0] == 1 or pad is None:
+    everything = torch.ones_like(tokens, dtype=torch.bool)
+    if tokenizer is None or pad is None or n_rows == 1 or width == 1:
         return everything
-    is_pad = tokens == pad
-    if getattr(tokenizer, "padding_side", "right") == "left":
-        run = is_pad.long().cumprod(1).bool()
-        if pad == tokenizer.bos_token_id:
-            # The last of a run of leading pads is the beginning-of-sequence token itself.
-            run[:, :-1] &= run[:, 1:].clone()
-            run[:, -1] = False
-    else:
-        run = is_pad.flip(1).long().cumprod(1).bool().flip(1)
-    if run.any():
-        rows = int(run.any(1).sum())
+    left, right = _pad_runs(tokens, pad)
+    blank = left == width
+    if has_bos := pad == bos_id(view) and bool(left.all()):
+        left, right = left - 1, right - blank.long()
+    telling = ~blank | blank.all()  # a row of pads alone says nothing about the side
+    begun, ended = int((telling & (left > 0)).sum()), int((telling & (right > 0)).sum())
+    unclear = None
+    if begun and ended:
+        unclear = f"begins {begun} and ends {ended} of {n_rows} rows"
+    elif has_bos and begun == n_rows:
+        unclear = "is also the beginning-of-sequence token, and every row begins with several"
+    elif ended == n_rows and pad == tokenizer.eos_token_id:
+        unclear = "is also the end-of-text token, and every row ends with it"
+    if unclear is not None:
+        raise PromptError(
+            f"the pad token {token_text(tokenizer, pad)!r} {unclear}, so it cannot be known "
+            "which tokens are padding; pass mask=, 1 where a token is real"
+        )
+    if not begun and not ended and not blank.any():
+        return everything
+    side = "left" if begun else "right" if ended else tokenizer.padding_side
+    places = torch.arange(width, device=tokens.device)
+    is_pad = places < left[:, None] if side == "left" else places >= width - right[:, None]
+    warn(
+        f"{int(is_pad.sum())} pad tokens in {int(is_pad.any(1).sum())} of {n_rows} rows are left "
+        f"out, all on the {side}; pass mask= to say which tokens are real",
+        PaddingWarning,
+    )
+    return ~is_pad
+
+
+def _pad_runs(tokens: Tensor, pad: int) -> tuple[Tensor, Tensor]:
+    """How many pad tokens begin and end each row."""
+    is_pad = (tokens == pad).long()
+    return is_pad.cumprod(1).sum(1), is_pad.flip(1).cumprod(1).sum(1)
+
+
+def _warn_padded_lists(view: ModelView, rows: list[list[int]]) -> None:
+    """Lists of ids need no padding and are taken as they are; says where they look padded."""
+    pad = getattr(view.tokenizer, "pad_token_id", None)
+    if pad is None or len(rows) == 1 or len({len(row) for row in rows}) > 1 or not rows[0]:
+        return
+    if any(len(run.unique()) > 1 for run in _pad_runs(torch.tensor(rows), pad)):
         warn(
-            f"{int(run.sum())} pad tokens in {rows} of {len(tokens)} rows are left out; pass "
-            "mask= to say which tokens are real",
+            f"the rows of ids are of one length, and the pad token "
+            f"{token_text(view.tokenizer, pad)!r} begins or ends some of them; it counts as a "
+            "token here. If it is padding, leave it out, or give a tensor and mask=.",
             PaddingWarning,
         )
-    return everything & ~run
 
 
 def _assemble(

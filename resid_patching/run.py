@@ -116,7 +116,7 @@ class Run:
         """Slices of the batch whose forward pass stays within `max_bytes`."""
         view = self.view
         token_bytes = view.W_U.element_size() * (view.W_U.shape[1] + 16 * view.d_model)
-        return self.prompts.chunks(self.max_bytes // token_bytes)
+        return self.prompts.chunks(self.max_bytes // token_bytes, view.length_class)
 
     def fetch(self, address: Address) -> Float[Tensor, "batch pos ..."]:
         """The activation at an address for all prompts, kept for the next time.
@@ -273,13 +273,15 @@ def capture(
         prompts: a text, texts of any lengths, token ids (1-D or 2-D), or `rp.windows(...)`.
         prepend_bos: whether texts get the beginning-of-sequence token; None does what the
             model's own `to_tokens` does. Never put twice.
-        mask: for a 2-D tensor of ids, 1 where a token is real.
+        mask: for a 2-D tensor of ids, 1 where a token is real. Without it, pad tokens at one end
+            of a batch's rows are left out, with a warning.
         cache: what `model.run_with_cache(prompts)` gave for the same ids, to be read instead of
             running again. Its tensors are not changed.
         max_bytes: bound on what one chunk of prompts holds at a time.
 
     Raises:
-        PromptError: empty, too long, or ids outside the vocabulary; before the model runs.
+        PromptError: empty, too long, ids outside the vocabulary, or pad tokens of which it cannot
+            be known whether they are padding; before the model runs.
         TrainingModeError, StreamMismatchError, ReadoutMismatchError: the model cannot be read.
         CacheMismatchError: the cache belongs to other prompts or another model.
     """

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from resid_patching.errors import BosWarning, PromptError, TokenError, warn
+from resid_patching.errors import (
+    BosWarning,
+    PromptError,
+    SpecialTokenWarning,
+    TokenError,
+    warn,
+)
 from resid_patching.models import ModelView
 
 Token: TypeAlias = str | int
@@ -132,31 +139,112 @@ def puts_bos(view: ModelView, prepend_bos: bool | None) -> bool:
     return default if prepend_bos is None else prepend_bos
 
 
-def tokenize(view: ModelView, text: str, prepend_bos: bool | None) -> list[int]:
-    """Ids as the model's own `to_tokens` gives them, with the BOS once and never cut short."""
-    _require_unicode(text, PromptError)
+Framed: TypeAlias = tuple[list[int], list[int], list[int]]
+"""The ids put before a text, its own, and the ids put behind it."""
+
+
+def tokenize(view: ModelView, texts: Sequence[str], prepend_bos: bool | None) -> list[list[int]]:
+    """Ids as the model's own `to_tokens` gives them, with the BOS once and never cut short.
+
+    What a tokenizer without BOS puts around a text stays, such as [CLS] and [SEP]. An end-of-text
+    token that it puts behind every text is left off, as by TransformerBridge. Both are said.
+
+    Warns:
+        BosWarning: the BOS that the model was trained with is left out.
+        SpecialTokenWarning: the tokenizer puts a token of its own behind every text.
+    """
+    parts = framed(view, texts, prepend_bos)
+    return [opening + body + closing for opening, body, closing in parts]
+
+
+def framed(view: ModelView, texts: Sequence[str], prepend_bos: bool | None) -> list[Framed]:
+    """`tokenize`, with each text's ids in three parts."""
+    for text in texts:
+        _require_unicode(text, PromptError)
     tokenizer = _require_tokenizer(view)
-    wanted = puts_bos(view, prepend_bos)
-    bos, bos_text = bos_id(view), tokenizer.bos_token or ""
+    wanted, bos = puts_bos(view, prepend_bos), bos_id(view)
     # TransformerLens has every tokenizer put a BOS; a model that was trained with one has a token
     # for it that is not also its end of text.
     puts_own = getattr(view.cfg, "tokenizer_prepends_bos", False)
     if prepend_bos is False and puts_own and bos not in (None, tokenizer.eos_token_id):
         warn(
-            f"{view.name} has a beginning-of-sequence token, {bos_text!r}, and prepend_bos=False "
-            "leaves it out; some models are far worse without it",
+            f"{view.name} has a beginning-of-sequence token, {tokenizer.bos_token!r}, and "
+            "prepend_bos=False leaves it out; some models are far worse without it",
             BosWarning,
         )
-    opens_with_bos = bos is not None and text.startswith(bos_text)
+    before, behind = _around(tokenizer)
+    if behind:
+        _warn_behind(view, behind)
+    if not behind and bos is not None:
+        return [_with_bos(view, text, wanted, bos) for text in texts]
+    default = bool(getattr(view.cfg, "default_prepend_bos", True))
+    opens = default if prepend_bos is None else prepend_bos
+    return [_with_own_frame(view, text, opens, before, behind) for text in texts]
+
+
+def _with_bos(view: ModelView, text: str, wanted: bool, bos: int) -> Framed:
+    """A text of a tokenizer that puts a BOS or nothing; a BOS that the text begins with is it."""
+    bos_text = str(view.tokenizer.bos_token)  # type: ignore[union-attr]
+    opens_with_bos = text.startswith(bos_text)
     if wanted and opens_with_bos:
         text = text[len(bos_text) :]
     if not text:
-        return _only_bos(view, wanted or opens_with_bos, bos)
+        return _only_bos(view, wanted or opens_with_bos, bos), [], []
     ids = view.model.to_tokens(text, prepend_bos=wanted, truncate=False)[0].tolist()
-    if wanted and bos is not None:
+    if wanted:
         while len(ids) > 1 and ids[0] == ids[1] == bos and not text.startswith(bos_text):
             ids = ids[1:]
-    return ids
+    n_opening = int(ids[:1] == [bos])
+    return ids[:n_opening], ids[n_opening:], []
+
+
+def _with_own_frame(
+    view: ModelView, text: str, opens: bool, before: list[int], behind: list[int]
+) -> Framed:
+    """A text of a tokenizer that puts more around it than a BOS, or has none.
+
+    TransformerLens takes whatever stands first for a BOS, a word of the text where it is one.
+    """
+    tokenizer, bos = _require_tokenizer(view), bos_id(view)
+    if bos is not None and opens:
+        text = text.removeprefix(tokenizer.bos_token)
+    if not text:
+        return _only_bos(view, opens, bos), [], []
+    ids = list(tokenizer(text)["input_ids"])
+    body = ids[len(before) : len(ids) - len(behind)]
+    opening = before if opens else [token for token in before if bos not in (None, token)]
+    if opens and bos is not None and bos not in before:
+        opening = [*before, bos]
+    return opening, body, [] if behind == [tokenizer.eos_token_id] else behind
+
+
+def _warn_behind(view: ModelView, behind: list[int]) -> None:
+    """Says what becomes of the tokens that a tokenizer puts behind every text."""
+    tokenizer = _require_tokenizer(view)
+    shown = "".join(token_text(tokenizer, token) for token in behind)
+    puts = f"the tokenizer of {view.name} puts {shown!r} behind every text"
+    if behind == [tokenizer.eos_token_id]:
+        warn(
+            f"{puts}; it is left off, so that position -1 is the text's own last token. Give token "
+            "ids to keep it.",
+            SpecialTokenWarning,
+        )
+        return
+    warn(
+        f"{puts}, and so it is here: position -1 is {token_text(tokenizer, behind[-1])!r}. The "
+        f"text's own last token is at position {-1 - len(behind)}; or give token ids.",
+        SpecialTokenWarning,
+    )
+
+
+def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer puts before and behind every text."""
+    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer("a")["input_ids"])
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start], whole[start + len(bare) :]
+    return [], []
 
 
 def _only_bos(view: ModelView, wanted: bool, bos: int | None) -> list[int]:

@@ -135,8 +135,8 @@ def _pairs(view: Any, arguments: argparse.Namespace) -> Any:
 
 def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
     """The flags that numbers depend on."""
-    files = ("json", "html", "debug", "top")
-    return {name: value for name, value in vars(arguments).items() if name not in files}
+    others = ("json", "html", "debug", "top", "stand_in")
+    return {name: value for name, value in vars(arguments).items() if name not in others}
 
 
 def as_json(found: Study, arguments: argparse.Namespace, stand_in: str | None) -> str:

@@ -74,6 +74,7 @@ def run_guarded(
     """
     _prepare_streams()
     debug = "--debug" in argv
+    arguments = argparse.Namespace()
     try:
         try:
             arguments = (parser or command.build_parser(prog)).parse_args(list(argv))
@@ -100,11 +101,18 @@ def run_guarded(
         if debug:
             traceback.print_exc()
         lost = "standard output cannot be written: " if _drop_unwritten() else ""
-        return _fail(prog, f"{lost}{error}", BAD_INPUT)
+        return _fail(prog, f"{lost}{error}{_stand_in(arguments)}", BAD_INPUT)
     except Exception as error:
         if debug:
             traceback.print_exc()
-        return _fail(prog, f"{type(error).__name__}: {error} (--debug shows where)", UNEXPECTED)
+        told = f"{type(error).__name__}: {error} (--debug shows where)"
+        return _fail(prog, f"{told}{_stand_in(arguments)}", UNEXPECTED)
+
+
+def _stand_in(arguments: argparse.Namespace) -> str:
+    """What an error says further where the shipped model stood in for the one that was meant."""
+    note = getattr(arguments, "stand_in", None)
+    return "" if note is None else f" ({note})"
 
 
 def _drop_unwritten() -> bool:
@@ -348,4 +356,5 @@ def load_model(arguments: argparse.Namespace) -> tuple[Any, str | None]:
             "no --model was given and gpt2 is neither cached nor reachable: this is the shipped "
             "demo model, trained on a toy language"
         )
+        arguments.stand_in = note  # for errors that come later
         return load("demo", **options), note

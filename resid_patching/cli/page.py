@@ -28,7 +28,7 @@ from resid_patching.markup import escape
 
 _LONG = 25  # rows; longer tables scroll in a box
 _WORDS = 40  # characters; longer texts are broken into lines
-_FILES = ("json", "csv", "html", "png", "debug")
+_NOT_ASKED = ("json", "csv", "html", "png", "debug", "stand_in")
 
 
 def require_files(arguments: Namespace) -> None:
@@ -67,7 +67,7 @@ def write_page(arguments: Namespace, build: Callable[[], Page]) -> None:
 
 def asked(arguments: Namespace) -> dict[str, Any]:
     """The flags that say what was computed."""
-    return {name: value for name, value in vars(arguments).items() if name not in _FILES}
+    return {name: value for name, value in vars(arguments).items() if name not in _NOT_ASKED}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,7 +64,8 @@ def chunks_of(run: Run, addresses: Sequence[Address]) -> Iterator[slice]:
     """Slices of the batch for which states and logits take a sixteenth of the run's bound."""
     view = run.view
     a_token = view.W_U.shape[1] + (16 + len(addresses)) * view.d_model
-    return run.prompts.chunks(run.max_bytes // 16 // (a_token * view.W_U.element_size()))
+    limit = run.max_bytes // 16 // (a_token * view.W_U.element_size())
+    return run.prompts.chunks(limit, view.length_class)
 
 
 @exact()

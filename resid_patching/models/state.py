@@ -28,15 +28,14 @@ import xxhash
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
+from resid_patching.models.rope import length_ropes
+
 # Registers of a module, which are read one by one, and what has no part in a forward pass.
 _TENSORS, _HOOKS = ("_parameters", "_buffers"), ("_forward_pre_hooks", "_forward_hooks")
 _REGISTERS = (*_TENSORS, "_modules", *_HOOKS)
 _GLOBAL_HOOKS = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
 _NAMES = ("tokenizer", "name", "model_name", "tokenizer_name", "tokenizer_prepends_bos")
 _UNREAD = {*vars(torch.nn.Module()), *_NAMES, "default_prepend_bos"} - {"training"}
-# Tables that a model makes anew for the length of its input.
-_BY_LENGTH = ("dynamic", "longrope")
-
 # Hooks and replaced functions of these packages are parts of the model that they load.
 _LIBRARIES = ("transformer_lens", "transformers", "accelerate", "torch", "resid_patching")
 _SAMPLE = 512
@@ -323,7 +322,7 @@ def _settings(module: torch.nn.Module) -> dict[str, Any]:
     if hasattr(module, "fwd_hooks"):
         return {key: _Function(vars(module)[key]) for key in ("forward",) if key in vars(module)}
     found: dict[str, Any] = {}
-    by_length = getattr(module, "rope_type", None) in _BY_LENGTH
+    by_length = length_ropes([module])
     for key, value in vars(module).items():
         # What a module notes about itself while it runs is private.
         if key.startswith("_") or key in _UNREAD or (by_length and isinstance(value, float | int)):
@@ -356,10 +355,10 @@ def _is_config(value: Any) -> bool:
 
 
 def _tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer by name, once, but tables that follow the input's length."""
+    """Every parameter and buffer by name, once, but tables made anew for an input's length."""
     seen: set[int] = set()
     for name, module in model.named_modules():
-        by_length = getattr(module, "rope_type", None) in _BY_LENGTH
+        by_length = length_ropes([module])
         for kind in _TENSORS:
             for key, tensor in vars(module)[kind].items():
                 if tensor is None or id(tensor) in seen or (by_length and kind == "_buffers"):

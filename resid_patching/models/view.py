@@ -29,6 +29,7 @@ from resid_patching.errors import (
 )
 from resid_patching.models.norm import Norm, read_norm
 from resid_patching.models.precision import exact
+from resid_patching.models.rope import LengthRope, independent, length_ropes
 from resid_patching.models.state import Look, State, state_of
 
 Reader = Callable[[Tensor], Tensor | None]
@@ -172,6 +173,18 @@ class ModelView:
         """Whether a learned position embedding is added to the stream."""
         kind = getattr(self.cfg, "positional_embedding_type", None) or "standard"
         return kind == "standard" and hook_name(PosEmbed()) in self.hook_points
+
+    @cached_property
+    def _length_ropes(self) -> tuple[LengthRope, ...]:
+        return length_ropes(self._look.modules)
+
+    def length_class(self, length: int) -> tuple[int, ...]:
+        """Equal for lengths of prompts that the model may run together.
+
+        Where rotary frequencies depend on the longest prompt of a batch, prompts of two classes
+        would change each other's result. All lengths are equal in other models.
+        """
+        return tuple(rope.length_class(length) for rope in self._length_ropes)
 
     @property
     def tokenizer(self) -> Any | None:
@@ -426,7 +439,8 @@ class ModelView:
                 handle.remove()
 
     def _call(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens, return_type="logits", **self._mask(tokens))
+        with independent(self._length_ropes):
+            return self.model(tokens, return_type="logits", **self._mask(tokens))
 
     def _mask(self, tokens: Tensor) -> dict[str, Tensor]:
         """Keeps HookedTransformer from guessing a mask where its tokenizer pads on the left."""

@@ -153,7 +153,8 @@ def prompt_chunks(run: Run, n_kept: int) -> list[slice]:
     size = view.W_U.element_size()
     of_logits = view.W_U.shape[1] if view.user_hooks() else 0  # whole passes, for their sake
     token_bytes = size * (of_logits + (n_kept + 4 * view.n_layers) * view.d_model)
-    found = run.prompts.chunks(min(STACK_TOKENS, run.max_bytes // (2 * token_bytes)))
+    limit = min(STACK_TOKENS, run.max_bytes // (2 * token_bytes))
+    found = run.prompts.chunks(limit, view.length_class)
     return sorted(found, key=lambda rows: -max(run.prompts.lengths[rows]))
 
 
