@@ -482,6 +482,7 @@ def test_s20_a_block_is_held_out_where_too_little_would_be_left():
     long, short = articles(2, 200)[0], articles(2, 10)[1]
     assert read([long, short]).held_out == "one block at the end"
     assert read([short, long], validation_tokens=24).held_out == "one block at the end"
+    assert read([long * 2, *articles(9, 20)[1:]]).held_out == "one block at the end"
     assert read([long, *articles(9, 90)[1:]]).held_out == "the first 1 of 9 documents"
 
 

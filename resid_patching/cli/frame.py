@@ -287,8 +287,8 @@ def _is_special(path: Path) -> bool:
 def _require_file_names(arguments: argparse.Namespace) -> None:
     """Refuses names that no file has."""
     flags = vars(arguments)
-    names = (*_INPUT_FILES, *_OUTPUT_FILES, "model", "lens", "out")
-    for name, path in ((name, path) for name in names for path in _names(flags.get(name))):
+    of_files = (*_INPUT_FILES, *_OUTPUT_FILES, "model", "lens", "out")
+    for name, path in ((flag, path) for flag in of_files for path in _names(flags.get(flag))):
         if not path and name != "model":
             raise UsageError(f"--{name} was given an empty name; give that of a file")
         if "\0" in path:
@@ -316,9 +316,8 @@ def _require_inputs_kept(arguments: argparse.Namespace) -> None:
 
 def _names(given: Any) -> list[str]:
     """The names of files that a flag gives; elsewhere one of its name may give a number."""
-    return [
-        path for path in (given if isinstance(given, list) else [given]) if isinstance(path, str)
-    ]
+    several = given if isinstance(given, list) else [given]
+    return [path for path in several if isinstance(path, str)]
 
 
 def load_model(arguments: argparse.Namespace) -> tuple[Any, str | None]:
