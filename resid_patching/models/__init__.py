@@ -11,7 +11,15 @@ from resid_patching.models.guards import (
 from resid_patching.models.load import DEMO_FOLDER, load
 from resid_patching.models.memory import Memory
 from resid_patching.models.norm import Norm
-from resid_patching.models.precision import TOLERANCE, exact, float64_home, uncast
+from resid_patching.models.precision import (
+    TOLERANCE,
+    exact,
+    float64_home,
+    name_of,
+    remedy,
+    require_finite_at,
+    uncast,
+)
 from resid_patching.models.view import (
     HookedModel,
     ModelView,
@@ -38,8 +46,11 @@ __all__ = [
     "float64_home",
     "hook_note",
     "load",
+    "name_of",
+    "remedy",
     "report",
     "require",
+    "require_finite_at",
     "take",
     "uncast",
 ]
