@@ -135,7 +135,7 @@ def _shape(view: ModelView, site: Address) -> tuple[int, ...]:
         case Neuron():
             return ()
         case Head() | HeadInput() | HeadNode():
-            return (view.W_O(site.layer).shape[1],)
+            return (view.d_head(site.layer),)
         case _:
             return (view.d_model,)
 
