@@ -41,7 +41,8 @@ class Inventory:
     def fingerprint(self) -> tuple[int, int]:
         """Of the weights, edited or replaced, and of the number of hooks at every point."""
         weights = [
-            (id(parameter), parameter._version)
+            # Tensors made under inference_mode count no versions.
+            (id(parameter), 0 if parameter.is_inference() else parameter._version)
             for register in self._weights
             for parameter in register.values()
             if parameter is not None

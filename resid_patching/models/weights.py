@@ -34,8 +34,8 @@ def _look_up(owner: Any, name: str) -> Tensor | str | None:
         return None
     if weight.is_meta:
         return (
-            f"{name} is offloaded (to disk, or by accelerate's hooks) and has no numbers outside "
-            "the forward pass; load the whole model into memory"
+            f"{name} is offloaded to disk or to the CPU, so it has no numbers outside the forward "
+            "pass; load the whole model into memory"
         )
     if not weight.is_floating_point() or weight.element_size() < 2:
         kept = str(weight.dtype).removeprefix("torch.")
