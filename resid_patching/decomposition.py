@@ -37,7 +37,7 @@ from resid_patching.address import (
     hook_name,
 )
 from resid_patching.errors import GapError
-from resid_patching.models import ModelView, exact, require
+from resid_patching.models import ModelView, exact, require, require_finite_at
 from resid_patching.prompts import Positions
 from resid_patching.run import RowReader, Run
 
@@ -96,6 +96,7 @@ class Parts:
 
         Raises:
             GapError: the parts do not sum to the last stream state.
+            NotFiniteError: that state is NaN or infinite.
             PositionError: a row has no such position.
         """
         view = self.run.view
@@ -282,7 +283,13 @@ class _Projector:
             self.values[self.place[writer]] = (self.directions @ bias)[self.which][:, None]
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """The values and states, NaN where a row has no position."""
+        """The values and states, NaN where a row has no position.
+
+        Raises:
+            NotFiniteError: the last state is not finite at a position that is there.
+        """
+        what = "the model's own last state"
+        require_finite_at(self.states, self.positions.valid, self.view.dtype, what)
         absent = ~self.positions.valid.to(self.values.device)
         self.values[:, absent] = torch.nan
         self.states[absent] = torch.nan
@@ -290,8 +297,9 @@ class _Projector:
 
 
 def _require_sum(view: ModelView, values: Tensor, states: Tensor) -> None:
-    gap = (values.sum(0) - states).abs().nan_to_num().amax()
-    scale = torch.maximum(values.abs().nan_to_num().amax(), states.abs().nan_to_num().amax())
+    real = states.isfinite()  # where a prompt has the position
+    gap = (values.sum(0) - states)[real].abs().amax()
+    scale = torch.maximum(values[:, real].abs().amax(), states[real].abs().amax())
     if not gap <= TOLERANCE[view.dtype] * scale:
         raise GapError(
             f"the parts of {view.name} differ from its last stream state by {float(gap):.1e} "

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from resid_patching.address import MLP, Address, Attn, Stream, hook_name
 from resid_patching.errors import AblationError
-from resid_patching.models import ModelView, exact, float64_home, require
+from resid_patching.models import ModelView, exact, float64_home, require, require_finite_at
 from resid_patching.prompts import PositionIndex, Positions
 from resid_patching.result import Axis, Result, provenance
 from resid_patching.run import RowReader, Run
@@ -116,12 +116,18 @@ class StreamReport(Result):
     @property
     def exactness(self) -> float:
         """The largest gap over all prompts and positions, in the stream's own unit."""
-        return float(self.gap.nan_to_num().max())
+        return float(self.gap[self._real].max())
 
     @property
     def relative_exactness(self) -> float:
         """The largest gap relative to the largest entry that was summed at its position."""
-        return float((self.gap / self.scale.clamp_min(1e-30)).nan_to_num().max())
+        return float((self.gap / self.scale.clamp_min(1e-30))[self._real].max())
+
+    @property
+    def _real(self) -> Bool[Tensor, "batch pos"]:
+        """The positions that a prompt has; a NaN at any of them is no missing number."""
+        n = torch.tensor([len(texts) for texts in self.token_texts], device=self.gap.device)
+        return torch.arange(self.gap.shape[1], device=self.gap.device) < n[:, None]
 
     def to_frame(self) -> pandas.DataFrame:
         """Long form: write, batch, pos, write_norm, stream_norm, cosine, value (the share)."""
@@ -179,6 +185,7 @@ def stream_report(
 
     Raises:
         StreamMismatchError: the model's sublayer outputs are not what it adds to the stream.
+        NotFiniteError: the stream is NaN or infinite at a position that is reported.
         PositionError: a prompt has no such position.
         AblationError: `how` is no intervention.
     """
@@ -322,7 +329,14 @@ class _Totals:
         return taken.to(self.view.device, self.view.compute_dtype)
 
     def finish(self) -> None:
-        """Puts NaN where a prompt has no position."""
+        """Puts NaN where a prompt has no position.
+
+        Raises:
+            NotFiniteError: the stream is not finite at a position that is there.
+        """
+        what = "the stream" if self.how is None else f"the stream under {self.how}"
+        seen = torch.stack([self.start_norm, self.gap, self.scale, self.stream_norm.amax(0)], -1)
+        require_finite_at(seen, self.where.valid, self.view.dtype, what)
         absent = ~self.where.valid.to(self.gap.device)
         for tensor in (self.write_norm, self.stream_norm, self.cosine):
             tensor[:, absent] = torch.nan

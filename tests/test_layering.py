@@ -23,6 +23,7 @@ ORDER = (
     "tokens",
     "prompts",
     "prompt_sets",
+    "texts",
     "run",
     "rerun",
     "metrics",

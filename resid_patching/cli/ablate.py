@@ -30,7 +30,7 @@ from resid_patching.cli.progress import Progress
 from resid_patching.cli.scores import METRICS, metric_name, new_metric, shared
 from resid_patching.cli.screen import console, csv_text, print_line, print_model, print_tokens
 from resid_patching.cli.sharing import Sharing, add_rows_flag, join
-from resid_patching.cli.text import TextWindows, require_text
+from resid_patching.cli.text import TextWindows, add_text_key_flag, require_texts
 from resid_patching.markup import printable
 
 if TYPE_CHECKING:
@@ -142,8 +142,11 @@ def _add_kind_flags(parser: argparse.ArgumentParser, kind: str) -> None:
 def _add_input_flags(parser: argparse.ArgumentParser) -> None:
     add_prompt_flags(parser)
     parser.add_argument(
-        "--text", metavar="FILE", help="a UTF-8 text of any length, cut into windows of tokens"
+        "--text",
+        metavar="FILE",
+        help="a UTF-8 text of any length, or a .jsonl file, cut into windows of tokens",
     )
+    add_text_key_flag(parser)
     parser.add_argument(
         "--length",
         type=count,
@@ -234,14 +237,13 @@ def _read_inputs(arguments: argparse.Namespace) -> _Inputs:
                 "--positions each goes with --prompt or --prompts; for a text give one position, "
                 "or none"
             )
-        for path in filter(None, (arguments.text, other)):
-            require_text(path)
+        require_texts(filter(None, (arguments.text, other)), arguments.text_key)
         answers, foils = _once("answer", arguments.answer), _once("foil", arguments.foil)
         metric = metric_name(arguments.metric or "loss", answers, foils)
         return _Inputs(None, answers, foils, metric, None)
-    for flag in ("length", "limit"):
+    for flag in ("length", "limit", "text_key"):
         if getattr(arguments, flag) is not None:
-            raise UsageError(f"--{flag} cuts a --text into windows; none was given")
+            raise UsageError(f"--{flag.replace('_', '-')} goes with --text; none was given")
     prompts, answers, foils = read_prompts(arguments)
     metric = metric_name(arguments.metric, answers, foils)
     lines = None if other is None else read_lines(other)
@@ -351,7 +353,8 @@ def _on_text(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, Tex
 
 def _windows(view: ModelView, arguments: argparse.Namespace, path: str, whole: bool) -> TextWindows:
     length = arguments.length or min(_WINDOW, view.n_ctx)
-    return TextWindows(view, path, length, arguments.prepend_bos, arguments.limit, whole)
+    key = arguments.text_key or "text"
+    return TextWindows(view, path, length, arguments.prepend_bos, arguments.limit, whole, key)
 
 
 def _whole_text(view: ModelView, windows: TextWindows) -> Run:
@@ -410,6 +413,7 @@ def _as_json(
     body["stand_in"] = stand_in
     body["prompts"] = inputs.prompts
     body["text"] = arguments.text
+    body["text_key"] = arguments.text_key
     for flag in ("reference", "over", "source", "pairing", "seed"):
         if hasattr(arguments, flag):
             body[flag] = getattr(arguments, flag)
@@ -425,6 +429,6 @@ def _print_text(out: Any, effect: Effect, windows: TextWindows) -> None:
     print_line(
         out,
         "text",
-        f"{printable(windows.path)}:",
+        f"{printable(windows.source)}:",
         f"{windows.n_tokens} tokens in {n} window{'s' * (n > 1)} of up to {length}{start}",
     )

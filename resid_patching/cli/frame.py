@@ -306,12 +306,17 @@ def _require_inputs_kept(arguments: argparse.Namespace) -> None:
     read = {
         os.path.realpath(path): name
         for name in _INPUT_FILES
-        if isinstance(path := flags.get(name), str) and Path(path).is_file()
+        for path in _as_list(flags.get(name))
+        if Path(path).is_file()
     }
     for name in _OUTPUT_FILES:
         path = flags.get(name)
         if path is not None and (reader := read.get(os.path.realpath(path))) is not None:
             raise UsageError(f"--{name} {path} is the file that --{reader} reads; give another")
+
+
+def _as_list(given: str | list[str] | None) -> list[str]:
+    return given if isinstance(given, list) else [] if given is None else [given]
 
 
 def load_model(arguments: argparse.Namespace) -> tuple[Any, str | None]:

@@ -188,8 +188,8 @@ def require_lens(folder: str) -> None:
     raise UsageError(f"there is no lens at {path.absolute()}: {parent} {has}")
 
 
-def describe(lens: TunedLens, folder: str) -> list[str]:
-    """Which tuned lens this is, for a line."""
+def describe(lens: TunedLens, folder: str, model: Any) -> list[str]:
+    """Which tuned lens this is, and whether it is of the model, for a line."""
     about = [f"tuned lens from {folder},"]
     if lens.site != "resid_pre":
         about.append(f"on {lens.site},")
@@ -197,7 +197,7 @@ def describe(lens: TunedLens, folder: str) -> list[str]:
     if "training_tokens" in fit:
         tokens = f"{fit['training_tokens']:,} tokens"
         about.append(f"fitted on {tokens}, {fit.get('steps_made', 0)} KL steps,")
-    about.append("checked against the model" if lens.fingerprint.verified else "unverified")
+    about.append(lens.mark(model).removeprefix(", ") or "checked against the model")
     return about
 
 

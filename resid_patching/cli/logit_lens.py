@@ -154,7 +154,7 @@ def _print(
     out = console()
     print_model(out, captured.view, readings[0].kl.provenance, stand_in)
     if lens is not None:
-        print_line(out, "lens", *describe(lens, arguments.lens), gap=" ")
+        print_line(out, "lens", *describe(lens, arguments.lens, captured.view), gap=" ")
     for number in range(min(len(captured), PROMPTS_SHOWN)):
         out.print()
         print_prompt(out, captured, number)

@@ -1,19 +1,22 @@
 """Long text files as windows of tokens, read and cut piece by piece.
 
 The windows are those of `rp.windows` on the whole text, whatever its size: each block of the file
-is tokenized with the characters around it, and the tokens that begin in it are kept.
+is tokenized with the characters around it, and the tokens that begin in it are kept. A .jsonl file
+is a document a row (`texts`), and no window holds tokens of two.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from resid_patching.cli.frame import UsageError
+from resid_patching.texts import has_rows, require_prose, rows_of
 
 BLOCK = 2**18  # characters read at a time
 GROUP_TOKENS = 2**16  # tokens of the windows that are handed on together
@@ -27,10 +30,12 @@ class TextWindows:
     Attributes:
         view: the model whose tokenizer cuts the text.
         path: a UTF-8 file.
+        text_key: what holds the text in the rows of a .jsonl file.
         length: tokens of a window, its beginning-of-sequence token included.
         prepend_bos: as in `rp.capture`.
         limit: at most so many windows.
         whole: leave out a last window that is shorter.
+        n_documents: documents begun so far.
         n_windows: windows handed out so far.
         n_tokens: their tokens.
         share_read: how much of the file has been read, from 0 to 1.
@@ -42,6 +47,8 @@ class TextWindows:
     prepend_bos: bool | None = None
     limit: int | None = None
     whole: bool = False
+    text_key: str = "text"
+    n_documents: int = 0
     n_windows: int = 0
     n_tokens: int = 0
     share_read: float = 0.0
@@ -90,11 +97,24 @@ class TextWindows:
             if self.n_windows == self.limit:
                 return
 
+    @property
+    def source(self) -> str:
+        """What is read, in words."""
+        if not has_rows(self.path):
+            return self.path
+        rows = f"{self.n_documents} row{'s' * (self.n_documents > 1)}"
+        return f"{self.path}, {self.text_key!r} of {rows}"
+
     def _rows(self) -> Iterator[list[int]]:
+        for blocks in self._documents():
+            self.n_documents += 1
+            yield from self._cut(blocks)
+
+    def _cut(self, blocks: Iterable[tuple[str, str]]) -> Iterator[list[int]]:
         lead: list[int] = []
         body: list[int] = []
         n_yielded = 0
-        for number, (lead, ids) in enumerate(self._pieces()):
+        for number, (lead, ids) in enumerate(self._pieces(blocks)):
             if number == 0 and lead and ids[:1] == lead:
                 ids = ids[1:]
             body += ids
@@ -106,17 +126,18 @@ class TextWindows:
             body = body[n_full * step :]
         rest = lead + body
         # As in rp.windows: one token alone has no next token to be scored.
-        if body and (len(rest) > 1 or n_yielded == 0) and not (self.whole and self._short(rest)):
+        alone = n_yielded == 0 and not has_rows(self.path)
+        if body and (len(rest) > 1 or alone) and not (self.whole and self._short(rest)):
             yield rest
 
     def _short(self, row: list[int]) -> bool:
         return len(row) < self.length
 
-    def _pieces(self) -> Iterator[tuple[list[int], list[int]]]:
-        """What begins every window, and the ids of one block of the text after another."""
+    def _pieces(self, blocks: Iterable[tuple[str, str]]) -> Iterator[tuple[list[int], list[int]]]:
+        """What begins every window, and the ids of one block of a document after another."""
         before = ""
         lead: list[int] | None = None
-        for here, after in self._blocks():
+        for here, after in blocks:
             if lead is None:
                 lead = self._lead(here)
             yield lead, self._ids_within(before, here, after)
@@ -141,6 +162,20 @@ class TextWindows:
             stop = len(text) + 1
         return [token for token, (begin, _) in pairs if start <= begin < stop]
 
+    def _documents(self) -> Iterator[Iterable[tuple[str, str]]]:
+        """Each document as blocks."""
+        if not has_rows(self.path):
+            yield self._blocks()
+            return
+        try:
+            with open(self.path, "rb") as file:
+                n_bytes = max(1, os.fstat(file.fileno()).st_size)
+                for text in rows_of(file, self.text_key):
+                    self.share_read = file.tell() / n_bytes
+                    yield [(text, "")]
+        except OSError as error:
+            raise UsageError(f"{self.path} cannot be read: {error.strerror}") from None
+
     def _blocks(self) -> Iterator[tuple[str, str]]:
         """Blocks of the text, each with the characters that follow it."""
         # Without offsets a text cannot be cut and joined, so it is taken as one block.
@@ -164,12 +199,33 @@ def _bytes_read(file: IO[str]) -> int:
     return file.buffer.tell()  # type: ignore[attr-defined]
 
 
-def require_text(path: str) -> None:
-    """Refuses a text file that is missing, before anything is loaded.
+def add_text_key_flag(parser: argparse.ArgumentParser, of: str = "a .jsonl file") -> None:
+    """Adds the flag that says what of a row is its text."""
+    parser.add_argument(
+        "--text-key", metavar="COLUMN", help=f"what holds the text in {of} (default: text)"
+    )
+
+
+def require_texts(paths: Iterable[str], text_key: str | None) -> None:
+    """Refuses text files that cannot be read, before anything is loaded.
 
     Raises:
-        UsageError: missing, a folder, or empty.
+        UsageError: missing, a folder, or empty, or a --text-key for files without rows.
+        PromptError: a table, or a .jsonl file whose first row has no text.
     """
+    paths = list(paths)
+    if text_key is not None and not any(map(has_rows, paths)):
+        raise UsageError(f"--text-key is for a .jsonl file, but {paths[0]} is a text as it is")
+    for path in paths:
+        _require_text(path)
+        if has_rows(path):
+            with open(path, "rb") as file:
+                if next(rows_of(file, text_key or "text"), None) is None:
+                    raise UsageError(f"{path} holds no text")
+
+
+def _require_text(path: str) -> None:
+    require_prose(path)
     if not Path(path).is_file():
         found = "does not exist"
         if Path(path).exists():

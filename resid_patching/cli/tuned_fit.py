@@ -14,15 +14,28 @@ from resid_patching.cli.lens_tables import print_kl, print_notes
 from resid_patching.cli.page import asked, require_files, write_page
 from resid_patching.cli.pages import kl_page
 from resid_patching.cli.screen import console, csv_text, print_line, print_model
-from resid_patching.cli.text import require_text
+from resid_patching.cli.text import require_texts
 from resid_patching.errors import LostProcessError
+from resid_patching.texts import has_rows, read_text
 
 if TYPE_CHECKING:
     from resid_patching.lens.tuned import TunedLens
     from resid_patching.models import ModelView
     from resid_patching.processes import Team
 
-_OF_FILES = (".txt", ".text", ".md", ".rst", ".html", ".csv", ".tsv", ".json", ".jsonl", ".py")
+_OF_FILES = (
+    ".txt",
+    ".text",
+    ".md",
+    ".rst",
+    ".html",
+    ".csv",
+    ".tsv",
+    ".json",
+    ".jsonl",
+    ".ndjson",
+    ".py",
+)
 _DATASET = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -37,8 +50,8 @@ def fit(arguments: argparse.Namespace) -> None:
     is_dataset = team.first(lambda: _checked(arguments))
     texts = validation = None
     if team.is_first:
-        texts = _dataset(arguments) if is_dataset else read_text(arguments.text)
-        validation = None if arguments.validation is None else read_text(arguments.validation)
+        texts = _dataset(arguments) if is_dataset else _files(arguments.text)
+        validation = None if arguments.validation is None else _files([arguments.validation])
     before = _lenses(arguments.out)
     model, stand_in = load_model(arguments)
 
@@ -81,7 +94,8 @@ def _page(lens: TunedLens, origin: Any, arguments: argparse.Namespace, stand_in:
         "Tuned lens, as fitted",
         _columns(lens),
         lens.labels,
-        over=f"mean over {lens.record['validation']['tokens']:,} tokens held out of the fit",
+        over=f"mean over {lens.record['validation']['tokens']:,} tokens held out of the fit "
+        f"({lens.record['validation']['held_out']})",
         origin=origin,
         stand_in=stand_in,
         flags=asked(arguments),
@@ -97,15 +111,18 @@ def _is_dataset(arguments: argparse.Namespace) -> bool:
     Raises:
         UsageError: it can be neither, or flags do not go with what it is.
     """
-    name, path = arguments.text, Path(arguments.text)
-    if path.exists() or not _DATASET.fullmatch(name) or path.suffix in _OF_FILES:
-        require_text(name)
-        for flag in ("dataset_config", "split", "text_key"):
+    name, path = arguments.text[0], Path(arguments.text[0])
+    held = [] if arguments.validation is None else [arguments.validation]
+    several = len(arguments.text) > 1
+    if several or path.exists() or not _DATASET.fullmatch(name) or path.suffix in _OF_FILES:
+        require_texts([*arguments.text, *held], arguments.text_key)
+        for flag in ("dataset_config", "split"):
             if getattr(arguments, flag) is not None:
                 raise UsageError(
                     f"--{flag.replace('_', '-')} is for a dataset, but {name} is a file"
                 )
         return False
+    require_texts(held, arguments.text_key if any(map(has_rows, held)) else None)
     if arguments.tokens is None:
         raise UsageError(
             f"{name} is no file here; to read it as a Hugging Face dataset, say how much of it: "
@@ -154,19 +171,9 @@ def _require_optimizer(arguments: argparse.Namespace) -> None:
         )
 
 
-def read_text(path: str) -> str:
-    """A whole UTF-8 text file.
-
-    Raises:
-        UsageError: missing, empty, unreadable, or not UTF-8.
-    """
-    require_text(path)
-    try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
-        ) from None
+def _files(paths: list[str]) -> list[Any]:
+    """What the files hold, a text each; files of rows are read row by row when wanted."""
+    return [Path(path) if has_rows(path) else read_text(path) for path in paths]
 
 
 def _dataset(arguments: argparse.Namespace) -> Any:
@@ -175,7 +182,7 @@ def _dataset(arguments: argparse.Namespace) -> Any:
     Raises:
         UsageError: the package is missing, or cannot load it.
     """
-    name = arguments.text
+    name = arguments.text[0]
     try:
         import datasets
     except ImportError:
@@ -258,7 +265,8 @@ def _write(lens: TunedLens, arguments: argparse.Namespace, stand_in: str | None)
             "command": "tuned-lens fit",
             "stand_in": stand_in,
             "folder": arguments.out,
-            "text": arguments.text,
+            "text": arguments.text[0] if len(arguments.text) == 1 else arguments.text,
+            "text_key": arguments.text_key,
             "site": lens.site,
             "fingerprint": lens.fingerprint.as_dict(),
             "record": lens.record,
@@ -280,6 +288,13 @@ def _origin(view: ModelView) -> Any:
     return provenance(view, prepare(view, [[0]]), "fit")
 
 
+def _source(arguments: argparse.Namespace) -> str:
+    """What was read, in words."""
+    names = ", ".join(arguments.text)
+    has_key = arguments.text_key is not None or any(map(has_rows, arguments.text))
+    return f"{names} (rows by {arguments.text_key or 'text'!r})" if has_key else names
+
+
 def _print(
     view: ModelView,
     lens: TunedLens,
@@ -293,13 +308,13 @@ def _print(
     print_model(out, view, origin, stand_in)
     if team.size > 1:
         print_line(out, "launch", f"{team.size} processes")
-    print_line(out, "lens", *describe(lens, arguments.out), gap=" ")
+    print_line(out, "lens", *describe(lens, arguments.out, view), gap=" ")
     made = record["fit"]
     print_line(
         out,
         "text",
-        f"{arguments.text}, windows of {made['window']} tokens,",
-        f"{record['validation']['tokens']} tokens held out",
+        f"{_source(arguments)}, windows of {made['window']} tokens,",
+        f"{record['validation']['tokens']} tokens held out: {record['validation']['held_out']}",
         gap=" ",
     )
     print_kl(out, "KL(final || lens) on held-out tokens, in nats", lens.labels, _columns(lens))

@@ -9,6 +9,7 @@ from resid_patching.cli import tuned_fit, tuned_use
 from resid_patching.cli.frame import Parser, add_model_flags, add_output_flags
 from resid_patching.cli.inputs import add_answer_flags, add_prompt_flags, count
 from resid_patching.cli.lens_reading import add_place_flags
+from resid_patching.cli.text import add_text_key_flag
 
 _WHAT = {
     "fit": "fit a lens of a model on a text",
@@ -46,7 +47,9 @@ def _fit(parser: argparse.ArgumentParser) -> None:
         help="training tokens (unset: all of the text; needed for a dataset)",
     )
     parser.add_argument(
-        "--validation", metavar="FILE", help="validate on this text (unset: on a part of --text)"
+        "--validation",
+        metavar="FILE",
+        help="validate on this text (unset: on the first documents of --text, or the end of one)",
     )
     _add_number(parser, "--validation-tokens", count, 1024, "tokens to validate on")
     _add_step_flags(parser.add_argument_group("fit"))
@@ -95,7 +98,13 @@ def _add_step_flags(group: argparse._ArgumentGroup) -> None:
 
 def _evaluate(parser: argparse.ArgumentParser) -> None:
     _add_lens_flag(parser)
-    parser.add_argument("--text", metavar="FILE", required=True, help="a UTF-8 text of any length")
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        required=True,
+        help="a UTF-8 text of any length, or a .jsonl file with one in each row",
+    )
+    add_text_key_flag(parser)
     _add_length_flag(parser, "the lens's own")
     parser.add_argument(
         "--limit", type=count, metavar="N", help="windows taken from the text (unset: all)"
@@ -142,13 +151,13 @@ def _add_text_flags(parser: argparse.ArgumentParser) -> None:
         "--text",
         metavar="FILE|DATASET",
         required=True,
-        help="a UTF-8 text, or the name of a Hugging Face dataset (needs the package datasets)",
+        action="append",
+        help="a UTF-8 text, a .jsonl file with one in each row, or the name of a Hugging Face "
+        "dataset (needs the package datasets); files may be given several times",
     )
     parser.add_argument("--dataset-config", metavar="NAME", help="which part of a dataset")
     parser.add_argument("--split", metavar="NAME", help="a dataset's split (default: train)")
-    parser.add_argument(
-        "--text-key", metavar="COLUMN", help="a dataset's text column (default: text)"
-    )
+    add_text_key_flag(parser, "the rows of a dataset or a .jsonl file")
     _add_length_flag(parser, "256, or the context where that is shorter")
 
 

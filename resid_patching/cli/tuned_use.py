@@ -33,7 +33,7 @@ from resid_patching.cli.lens_tables import (
 from resid_patching.cli.page import asked, require_files, write_page
 from resid_patching.cli.pages import kl_page
 from resid_patching.cli.screen import console, csv_text, print_line, print_model
-from resid_patching.cli.text import TextWindows, require_text
+from resid_patching.cli.text import TextWindows, require_texts
 
 if TYPE_CHECKING:
     from resid_patching.lens.tuned import TunedLens
@@ -58,13 +58,19 @@ def _load(arguments: argparse.Namespace) -> tuple[ModelView, TunedLens, str | No
 def evaluate(arguments: argparse.Namespace) -> None:
     """Prints the KL of logit and tuned lens by layer on a text."""
     require_lens(arguments.lens)
-    require_text(arguments.text)
+    require_texts([arguments.text], arguments.text_key)
     require_files(arguments)
     view, lens, stand_in = _load(arguments)
     own = int(lens.record.get("fit", {}).get("window", 256))
     length = arguments.length or min(own, view.n_ctx)
     windows = TextWindows(
-        view, arguments.text, length, arguments.prepend_bos, arguments.limit, whole=False
+        view,
+        arguments.text,
+        length,
+        arguments.prepend_bos,
+        arguments.limit,
+        whole=False,
+        text_key=arguments.text_key or "text",
     )
     columns, n_tokens, origin = _measure(view, lens, windows)
     columns |= _stored(lens)
@@ -72,7 +78,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         _write_json(lens, columns, n_tokens, arguments, stand_in)
     if arguments.csv is not None:
         _write_csv(lens, columns, arguments.csv)
-    over = f"mean over {n_tokens:,} tokens of {arguments.text}"
+    over = f"mean over {n_tokens:,} tokens of {windows.source}"
     write_page(
         arguments,
         lambda: kl_page(
@@ -87,11 +93,11 @@ def evaluate(arguments: argparse.Namespace) -> None:
     )
     out = console()
     print_model(out, view, origin, stand_in)
-    print_line(out, "lens", *describe(lens, arguments.lens), gap=" ")
+    print_line(out, "lens", *describe(lens, arguments.lens, view), gap=" ")
     print_line(
         out,
         "text",
-        f"{arguments.text}, {windows.n_windows} windows of {length} tokens,",
+        f"{windows.source}, {windows.n_windows} windows of {length} tokens,",
         "the first position of each left out",
         gap=" ",
     )
@@ -161,6 +167,7 @@ def _write_json(
         "stand_in": stand_in,
         "folder": arguments.lens,
         "text": arguments.text,
+        "text_key": arguments.text_key,
         "tokens": n_tokens,
         "unit": "nats",
         "layers": list(lens.labels),
@@ -216,7 +223,7 @@ def _print_show(
 ) -> None:
     out = console()
     print_model(out, captured.view, readings[0].kl.provenance, stand_in)
-    print_line(out, "lens", *describe(lens, arguments.lens), gap=" ")
+    print_line(out, "lens", *describe(lens, arguments.lens, captured.view), gap=" ")
     for number in range(min(len(captured), PROMPTS_SHOWN)):
         out.print()
         print_prompt(out, captured, number)
@@ -301,5 +308,5 @@ def _print_converted(
     if stand_in is not None:
         print_line(out, "note", *stand_in.split(": "))
     print_line(out, "model", f"{view.name}, {view.n_layers} layers")
-    print_line(out, "lens", *describe(lens, arguments.lens), gap=" ")
+    print_line(out, "lens", *describe(lens, arguments.lens, view), gap=" ")
     print_line(out, "done", "; ".join(done))

@@ -2,8 +2,8 @@
 
 Ours is a folder with two files:
 
-    params.safetensors   resid_pre.0.weight [d_model d_model], resid_pre.0.bias, ..., sketch;
-                         the configuration once more, as metadata
+    params.safetensors   resid_pre.0.weight [d_model d_model], resid_pre.0.bias, ..., sketch,
+                         body; the configuration once more, as metadata
     config.json          format version, the model's fingerprint, site, how the lens was fitted,
                          validation KL by layer beside the logit lens's, sha256 of the parameters
 
@@ -40,7 +40,7 @@ from resid_patching.version import __version__
 if TYPE_CHECKING:
     from resid_patching.lens.tuned import TunedLens
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 knew nothing of the model's layers before its readout
 PARAMS, CONFIG = "params.safetensors", "config.json"
 
 
@@ -54,6 +54,7 @@ class Stored:
         fingerprint: the model it belongs to.
         site: what it reads at each layer.
         sketch: of the model's readout, or None.
+        body: of the model's layers, or None.
         record: how it was fitted.
     """
 
@@ -62,6 +63,7 @@ class Stored:
     fingerprint: Fingerprint
     site: str
     sketch: Tensor | None
+    body: Tensor | None
     record: dict[str, Any]
 
 
@@ -102,8 +104,9 @@ def _tensors(lens: TunedLens) -> dict[str, Tensor]:
     for label, weight, bias in zip(lens.labels, lens.weight, lens.bias, strict=True):
         tensors[f"{label}.weight"] = weight.detach().cpu().contiguous().clone()
         tensors[f"{label}.bias"] = bias.detach().cpu().contiguous().clone()
-    if lens.sketch is not None:
-        tensors["sketch"] = lens.sketch.cpu().contiguous()
+    for name in ("sketch", "body"):
+        if (tensor := getattr(lens, name)) is not None:
+            tensors[name] = tensor.cpu().contiguous()
     return tensors
 
 
@@ -126,9 +129,8 @@ def read(folder: str | os.PathLike[str], view: ModelView) -> Stored:
         return _read_ours(target)
     if (target / legacy.PARAMS).is_file():
         found = legacy.read(target, view)
-        return Stored(
-            found.weight, found.bias, found.fingerprint, "resid_pre", found.sketch, found.record
-        )
+        mark, sketch = found.fingerprint, found.sketch
+        return Stored(found.weight, found.bias, mark, "resid_pre", sketch, None, found.record)
     names = ", ".join(sorted(p.name for p in target.iterdir())[:8]) or "nothing"
     raise LensNotFoundError(
         f"{target} holds no lens: neither {PARAMS} nor {legacy.PARAMS}; it holds {names}"
@@ -183,10 +185,10 @@ def _beside(path: Path) -> dict[str, Any] | None:
 def _stored(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Stored:
     if config.get("format") != "resid_patching.tuned_lens":
         raise LensFormatError(f"{folder} holds {config.get('format')!r}, which is no tuned lens")
-    if config.get("version") != FORMAT_VERSION:
+    if config.get("version") not in (1, FORMAT_VERSION):
         raise LensFormatError(
             f"{folder} is of format version {config.get('version')}; this version of the package "
-            f"reads {FORMAT_VERSION}"
+            f"reads 1 and {FORMAT_VERSION}"
         )
     try:
         fields = {f.name for f in dataclasses.fields(Fingerprint)}
@@ -201,8 +203,7 @@ def _stored(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) ->
         if weight.shape != (mark.n_layers, mark.d_model, mark.d_model):
             raise ValueError(f"{tuple(weight.shape)} parameters for {mark.n_layers} layers")
         require_numbers(weight, bias)
-        return Stored(
-            weight, bias, mark, config["site"], tensors.get("sketch"), dict(config["record"])
-        )
+        sketch, body = tensors.get("sketch"), tensors.get("body")
+        return Stored(weight, bias, mark, config["site"], sketch, body, dict(config["record"]))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise LensFormatError(f"{folder} is incomplete or damaged: {error!r}") from error

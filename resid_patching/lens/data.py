@@ -1,8 +1,11 @@
 """Texts as windows of tokens, split into training and validation; lazily, and never silently short.
 
 Documents are joined end to end, with the end-of-text token between them where the tokenizer has
-one, and cut into windows of one length. Windows for validation lie evenly among the others and
-are never trained on. Reading stops when there are enough tokens; too few are an error.
+one, and cut into windows of one length. Validation is on other documents than training: the first
+ones, so that it is on the same text however much is trained on. Where there is one document, or
+too little would be left to train on, it is on one block at the end; neighbours of a window within
+one article say nearly the same, and would make the validation KL too low. Reading stops when there
+are enough tokens; too few are an error.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +24,13 @@ from torch import Tensor
 
 from resid_patching.errors import OutOfDataError, PromptError
 from resid_patching.models import ModelView
+from resid_patching.texts import documents
 from resid_patching.tokens import bos_id, puts_bos, token_ids
 
 _UNKNOWN = (
-    "texts are a text, a pathlib.Path to a text file, token ids as a tensor [window, pos] "
-    "or [pos], or an iterable of these or of {'text': ...} rows, as a Hugging Face dataset gives"
+    "texts are a text, a pathlib.Path to a text or .jsonl file, token ids as a tensor "
+    "[window, pos] or [pos], or an iterable of these or of {'text': ...} rows, as a Hugging Face "
+    "dataset gives"
 )
 
 
@@ -37,10 +41,12 @@ class Windows:
     Attributes:
         training: ids [window, pos].
         validation: ids [window, pos].
+        held_out: what the validation windows are, in words.
     """
 
     training: Int[Tensor, "window pos"]
     validation: Int[Tensor, "held pos"]
+    held_out: str
 
     @property
     def hash(self) -> str:
@@ -71,8 +77,8 @@ def read_windows(
         length: tokens of a window, its beginning-of-sequence token included.
         tokens: training tokens; None for all that there are.
         validation_tokens: validation tokens.
-        validation: texts for validation; None holds windows of `texts` out.
-        text_key: the column of a dataset's rows that holds the text.
+        validation: texts for validation; None holds a part of `texts` out.
+        text_key: what holds the text in rows of a dataset or of a .jsonl file.
         prepend_bos: whether every window begins with the beginning-of-sequence token.
 
     Raises:
@@ -91,18 +97,8 @@ def read_windows(
     n_training = None if tokens is None else max(1, -(-tokens // length))
     if validation is not None:
         held = reader.take(validation, n_held, "validation")
-        return Windows(reader.take(texts, n_training, "training"), held)
-    wanted = None if n_training is None else n_training + n_held
-    everything = reader.take(texts, wanted, "training and validation")
-    if len(everything) < 2 * n_held:
-        raise OutOfDataError(
-            f"{n_held * length} of the {len(everything) * length} tokens would be for validation; "
-            "give more text, a smaller validation_tokens, or shorter windows (length=...)"
-        )
-    spacing = len(everything) / n_held
-    is_held = everything.new_zeros(len(everything), dtype=torch.bool)
-    is_held[[int((number + 0.5) * spacing) for number in range(n_held)]] = True
-    return Windows(everything[~is_held], everything[is_held])
+        return Windows(reader.take(texts, n_training, "training"), held, "a text of its own")
+    return reader.split(texts, n_training, n_held)
 
 
 class _Reader:
@@ -116,8 +112,44 @@ class _Reader:
 
     def take(self, texts: Any, count: int | None, what: str) -> Tensor:
         """So many windows [window, pos], or all where count is None."""
-        at_most = None if count is None else min(count, sys.maxsize)
-        windows = list(islice(self._windows(texts), at_most))
+        windows = _first(self._windows(self._documents(texts), self._lead(texts)), count)
+        return self._tensor(windows, count, what)
+
+    def split(self, texts: Any, n_training: int | None, n_held: int) -> Windows:
+        """Windows to train and to validate on; no document is in both where that can be."""
+        read: list[Any] = []
+
+        def reading() -> Iterator[Any]:
+            for document in self._documents(texts):
+                read.append(document)
+                yield document
+
+        lead, rest = self._lead(texts), reading()
+        held = _first(self._windows(rest, lead), n_held)
+        n_first = len(read)  # what is left of the last of them is of no use
+        training = _first(self._windows(rest, lead), n_training)
+        wanted = None if n_training is None else n_training + n_held
+        if n_training is None or len(training) < n_training:
+            everything = _first(self._windows(read, lead), wanted)
+            if n_training is not None or 2 * len(training) < len(everything):
+                return self._with_block(everything, wanted, n_held)
+        return Windows(
+            self._tensor(training, n_training, "training"),
+            self._tensor(held, n_held, "validation"),
+            f"the first {n_first} of {len(read)} documents",
+        )
+
+    def _with_block(self, windows: list[list[int]], wanted: int | None, n_held: int) -> Windows:
+        everything = self._tensor(windows, wanted, "training and validation")
+        if len(everything) < 2 * n_held:
+            raise OutOfDataError(
+                f"{n_held * self.length} of the {everything.numel()} tokens would be for "
+                "validation; give more text, a smaller validation_tokens, or shorter windows "
+                "(length=...)"
+            )
+        return Windows(everything[:-n_held], everything[-n_held:], "one block at the end")
+
+    def _tensor(self, windows: list[list[int]], count: int | None, what: str) -> Tensor:
         if count is not None and len(windows) < count or not windows:
             asked = "at least one window" if count is None else f"{count * self.length} tokens"
             raise OutOfDataError(
@@ -133,18 +165,14 @@ class _Reader:
             )
         return found
 
-    def _windows(self, texts: Any) -> Iterator[list[int]]:
-        if isinstance(texts, Tensor) and texts.ndim == 2:
-            yield from self._rows(texts)
-            return
-        lead = self._lead(texts)
+    def _windows(self, documents: Iterable[Any], lead: list[int]) -> Iterator[list[int]]:
         step = self.length - len(lead)
         waiting: list[int] = []
-        for document in self._documents(texts):
-            if isinstance(document, Tensor) and document.ndim == 2:
+        for document in documents:
+            if isinstance(document, Tensor):
                 yield from self._rows(document)
                 continue
-            waiting += self._ids(document)
+            waiting += document
             start = 0
             while start + step <= len(waiting):
                 yield lead + waiting[start : start + step]
@@ -170,7 +198,17 @@ class _Reader:
         bos = bos_id(self.view)
         return [bos] if bos is not None and puts_bos(self.view, self.prepend_bos) else []
 
-    def _documents(self, texts: Any) -> Iterator[Any]:
+    def _documents(self, texts: Any) -> Iterator[list[int] | Tensor]:
+        """The ids of each document; a 2-D tensor of ids is one, of windows as they are."""
+        for given in self._given(texts):
+            if isinstance(given, Tensor) and given.ndim == 2:
+                yield given
+            elif isinstance(given, os.PathLike):
+                yield from map(self._ids, documents(given, self.text_key))
+            else:
+                yield self._ids(given)
+
+    def _given(self, texts: Any) -> Iterator[Any]:
         if isinstance(texts, str | os.PathLike | Tensor):
             yield texts
         elif isinstance(texts, Mapping):
@@ -194,8 +232,6 @@ class _Reader:
                     f"the rows have {names}, but no {self.text_key!r}; give text_key=..."
                 )
             document = document[self.text_key]
-        if isinstance(document, os.PathLike):
-            document = _read(Path(document))
         if isinstance(document, str):
             if self.view.tokenizer is None:
                 raise PromptError(f"{self.view.name} has no tokenizer; give token ids")
@@ -208,10 +244,5 @@ class _Reader:
         raise PromptError(f"{_UNKNOWN}; got {type(document).__name__} among them")
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PromptError(
-            f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
-        ) from None
+def _first(windows: Iterator[list[int]], count: int | None) -> list[list[int]]:
+    return list(islice(windows, None if count is None else min(count, sys.maxsize)))

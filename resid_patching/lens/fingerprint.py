@@ -10,6 +10,13 @@ hashes stands a sketch of the readout that no exact weight processing changes:
 Folding the final norm and centring the unembedding leave E and c as they are, up to rounding. So
 two models with other hashes and the same sketch read a state alike, and a lens may be moved from
 one to the other.
+
+The layers before the readout have a sketch too, of what they compute: the stream's states of 64
+fixed tokens, each as one number (its product with fixed signs). A layer's weights lie differently
+in memory in HookedTransformer and TransformerBridge and are others after processing; its states
+are the same up to rounding, less their mean where the final norm is a LayerNorm. A model with the
+same readout and other layers, such as a fine-tune, has another sketch. It is not refused, because
+such use is often wanted; it is said.
 """
 
 from __future__ import annotations
@@ -25,14 +32,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from resid_patching.address import Address, Stream, hook_name
 from resid_patching.errors import LensBasisError, LensMismatchError
-from resid_patching.models import Memory, ModelView, compute_dtype, exact, report
+from resid_patching.models import Memory, ModelView, Reader, compute_dtype, exact, name_of, report
 
 Basis = Literal["raw", "centred"]
 
 SKETCH_TOLERANCE = 1e-3
 _SIGNS = 8
 _BLOCK = 64
+_BODY_ROWS, _BODY_LENGTH = 2, 32
+_BODY_TOLERANCE = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2}
+_BODY_LOOSE = 5e-2  # bfloat16
 
 
 @dataclass(frozen=True)
@@ -95,7 +106,7 @@ def _find(view: ModelView) -> tuple[Fingerprint, Tensor]:
             n_layers=view.n_layers,
             basis="centred" if centred else "raw",
             norm=norm.kind or "none",
-            dtype=str(view.dtype).removeprefix("torch."),
+            dtype=name_of(view.dtype),
             W_U=sha256(view.W_U),
             b_U=sha256(view.b_U),
             final_norm=sha256(torch.stack([norm.gain, norm.bias])),
@@ -159,11 +170,74 @@ def _sketch(view: ModelView) -> Tensor:
 
 
 def _signs(d_vocab: int) -> Tensor:
-    """Signs [d_vocab, 8] from a fixed mixing of bits, the same in every version of torch."""
-    bits = torch.arange(1, d_vocab * _SIGNS + 1, dtype=torch.int64, device="cpu")
+    """Signs [d_vocab, 8]."""
+    return ((_mixed(d_vocab * _SIGNS) & 1) * 2 - 1).reshape(d_vocab, _SIGNS)
+
+
+def _mixed(count: int) -> Tensor:
+    """Whole numbers from a fixed mixing of bits, the same in every version of torch."""
+    bits = torch.arange(1, count + 1, dtype=torch.int64, device="cpu")
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
         bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return ((bits & 1) * 2 - 1).reshape(d_vocab, _SIGNS)
+    return bits
+
+
+def body_sketch(view: ModelView) -> Float[Tensor, "state token"] | None:
+    """What the layers make of fixed tokens, in float32; remembered likewise.
+
+    Returns:
+        A row for each state of the stream, from `resid_pre.0` on. None where hooks of the caller
+        are on, which change it, or the model does not show its stream.
+    """
+    return _bodies.of(view)
+
+
+@exact()
+def _find_body(view: ModelView) -> Tensor | None:
+    if view.user_hooks() or "stream" in report(view).failures:
+        return None
+    length = min(_BODY_LENGTH, view.n_ctx)
+    tokens = (_mixed(_BODY_ROWS * length) % view.d_vocab).reshape(_BODY_ROWS, length)
+    signs = _signs(view.d_model)[:, 0].to(view.device, view.compute_dtype)
+    if view.final_norm.kind == "LN":
+        signs = signs - signs.mean()  # centred weights leave out the mean of every state
+    found: dict[Address, Tensor] = {}
+
+    def keeper(state: Address) -> Reader:
+        def keep(activation: Tensor) -> None:
+            # The first position holds states unlike any other's, beside which the rest is nothing.
+            states = activation.detach()[:, 1:].to(view.device, view.compute_dtype)
+            found[state] = (states @ signs).flatten().to("cpu", torch.float32)
+
+        return keep
+
+    states = [Stream(0, "pre"), *(Stream(layer, "post") for layer in range(view.n_layers))]
+    readers = {hook_name(state): keeper(state) for state in states}
+    view.forward_blocks(tokens.to(view.input_device), readers)
+    return torch.stack([found[state] for state in states])
+
+
+_bodies = Memory(_find_body)
+
+
+def first_difference(
+    left: Float[Tensor, "state token"], right: Float[Tensor, "state token"], *dtypes: str
+) -> str | None:
+    """The first state in which two models' sketches of their layers differ, None for none.
+
+    Args:
+        left: one model's.
+        right: the other's.
+        dtypes: of the two models' weights; the coarser says how much is rounding.
+    """
+    if left.shape != right.shape:
+        return "resid_pre.0"
+    tolerance = max(_BODY_TOLERANCE.get(dtype, _BODY_LOOSE) for dtype in dtypes)
+    same = (left - right).norm(dim=1) <= tolerance * left.norm(dim=1)
+    if bool(same.all()):
+        return None
+    row = int((~same).long().argmax())
+    return f"resid_post.{row - 1}" if row else "resid_pre.0"
 
 
 def same_readout(left: Tensor, right: Tensor) -> bool:

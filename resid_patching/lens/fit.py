@@ -37,7 +37,7 @@ from resid_patching.errors import (
 from resid_patching.lens import resume as resuming
 from resid_patching.lens.data import Windows, read_windows
 from resid_patching.lens.fingerprint import fingerprint
-from resid_patching.lens.harvest import Held, harvest
+from resid_patching.lens.harvest import Held, harvest, require_finite
 from resid_patching.lens.loop import (
     RATES,
     Layer,
@@ -47,6 +47,7 @@ from resid_patching.lens.loop import (
     Products,
     equip,
     look,
+    require_number,
     take_step,
     validate,
     windows_of,
@@ -96,14 +97,17 @@ def fit_tuned_lens(
     Args:
         model: a HookedTransformer or TransformerBridge, raw or processed; the lens is of the
             weights as they are, and says so.
-        texts: a text, a path (`pathlib.Path`) to one, token ids [window, pos], or an iterable of
-            these or of rows with a text column (a Hugging Face dataset, streaming or not).
+        texts: a text, a path (`pathlib.Path`) to one or to a .jsonl file with one in each row,
+            token ids [window, pos], or an iterable of these or of rows with a text column (a
+            Hugging Face dataset, streaming or not). Each text and each row is a document.
         tokens: training tokens; None for all that there are. The KL steps go through them in a
             shuffled order, and through them again where there are more steps than windows.
-        validation: texts to validate on; None holds windows of `texts` out.
+        validation: texts to validate on; None holds the first documents of `texts` out, or one
+            block at the end where there is one document (a text, a file, a tensor of ids) or too
+            little would be left. `record["validation"]["held_out"]` says which.
         validation_tokens: tokens to validate on.
         length: tokens of a window; None for 256, or the context where that is shorter.
-        text_key: the text column of a dataset's rows.
+        text_key: the text column of a dataset's or a .jsonl file's rows.
         prepend_bos: whether windows begin with the beginning-of-sequence token; None does what
             the model's own `to_tokens` does.
         site: what the lens reads at each layer: `resid_pre`, `resid_mid`, `attn_out`, `mlp_out`.
@@ -232,8 +236,7 @@ class _Fit:
         self.unembedding = Unembedding.of(self.view)
         low = self.plan.products == "bfloat16"
         self.stepping = LowUnembedding.of(self.view) if low else self.unembedding
-        if self.team.is_first:
-            self.held = Held.of(self.view, self.windows.validation, self.rows)
+        self._hold_out()
         state = self._take_up(folder) or self._begin(folder)
         bar = tqdm(total=self.plan.steps, initial=state.step, unit="step", disable=self._hidden)
         with bar:
@@ -249,6 +252,16 @@ class _Fit:
                     self._save(folder, state)
         self._save(folder, state)
         self._finish(state)
+
+    def _hold_out(self) -> None:
+        """The validation tokens, which the first process alone looks at."""
+        diverged = None
+        if self.team.is_first:
+            try:
+                self.held = Held.of(self.view, self.windows.validation, self.rows)
+            except DivergedError as error:
+                diverged = error
+        self.team.agree(diverged)
 
     def _save(self, folder: Path | None, state: Progress) -> None:
         if folder is not None and self.plan.steps:
@@ -330,7 +343,10 @@ class _Fit:
         diverged = None
         for batch in tqdm(mine, unit="batch", desc="ridge", disable=self._hidden):
             found = harvest(self.view, batch, self.rows, logits=False)
-            if diverged := self._diverged([*found.states, found.last]):
+            try:
+                require_finite(self.view, found, self.rows, "training")
+            except DivergedError as error:
+                diverged = error
                 break
             statistics.add(found.states, found.last)
             last_square += found.last.pow(2).mean(-1).sum().to(last_square)
@@ -339,26 +355,17 @@ class _Fit:
         self.team.sum(last_square)
         return _Moments.of(statistics, float((last_square / statistics.tokens).sqrt()))
 
-    def _diverged(self, states: list[Tensor]) -> DivergedError | None:
-        labels = [*map(str, self.rows), "the last state"]
-        for label, tensor in zip(labels, states, strict=True):
-            if not bool(tensor.isfinite().all()):
-                return DivergedError(
-                    f"layer {label}, ridge: the model's own states are not finite. Load it in "
-                    "float32 or bfloat16."
-                )
-        return None
-
     def _start(
         self, number: int, moments: _Moments, table: dict[str, Any]
     ) -> tuple[Tensor, Tensor, float]:
         """A layer's first translator by validation KL, on the CPU: the regression's, or none."""
         zero = (self._zero[0][number].detach().clone(), self._zero[1][number].detach().clone())
         identity_kl = self.held.kl(number, *zero)
+        require_number(identity_kl, str(self.rows[number]), "logit lens")
         table["logit_lens"].append(identity_kl)
         if self.ridge:
             pair, penalty = self._choose(number, Solver(moments.statistics, number))
-            kl = self.held.kl(number, *pair)
+            kl = require_number(self.held.kl(number, *pair), str(self.rows[number]), "ridge")
             table["ridge"].append(kl)
             if kl < identity_kl:
                 table["penalty"].append(penalty)
@@ -403,7 +410,7 @@ class _Fit:
     def _look(self, state: Progress) -> None:
         if state.step % self.plan.every and state.step != self.plan.steps:
             return
-        kls = self.team.first(lambda: validate(state.layers, self.held))
+        kls = self.team.first(lambda: validate(state.layers, self.held, state.step))
         look(state.layers, self.plan, kls)
         state.looks.append({"step": state.step, "kl": kls})
 
@@ -428,6 +435,7 @@ class _Fit:
             "validation": {
                 "layers": [str(row) for row in self.rows],
                 "tokens": len(self.windows.validation) * (length - 1),
+                "held_out": self.windows.held_out,
                 "logit_lens": state.table["logit_lens"],
                 "ridge": state.table["ridge"],
                 "tuned": [layer.kl for layer in state.layers],

@@ -15,10 +15,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from resid_patching.address import Address, hook_name
+from resid_patching.errors import DivergedError
 from resid_patching.lens.states import last_state
 from resid_patching.lens.steps import Teacher, kl_only
 from resid_patching.lens.unembed import Unembedding
-from resid_patching.models import ModelView
+from resid_patching.models import ModelView, name_of, remedy
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +77,29 @@ def harvest(
     return Harvest(tuple(held[a] for a in addresses), held[last], taken)
 
 
+def require_finite(view: ModelView, found: Harvest, addresses: Sequence[Address], of: str) -> None:
+    """Raises where the model's own states or logits are NaN or infinite.
+
+    Args:
+        view: the model.
+        found: what it made of some windows.
+        addresses: of the states.
+        of: what the windows are for.
+
+    Raises:
+        DivergedError: they are; the layer and the dtype are named.
+    """
+    named = [*zip(map(str, addresses), found.states, strict=True), ("the last state", found.last)]
+    if found.logits is not None:
+        named.append(("the logits", found.logits))
+    for label, tensor in named:
+        if not bool(torch.stack(tensor.aminmax()).isfinite().all()):
+            raise DivergedError(
+                f"{label}: the model's own numbers on the {of} text are NaN or infinite in "
+                f"{name_of(view.dtype)}. {remedy(view.dtype)}"
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class Held:
     """Validation tokens: the states of every layer, and what the model says there.
@@ -94,12 +118,17 @@ class Held:
     def of(
         cls, view: ModelView, tokens: Int[Tensor, "window pos"], addresses: Sequence[Address]
     ) -> Held:
-        """The states of validation windows."""
+        """The states of validation windows.
+
+        Raises:
+            DivergedError: the model's own states or logits are not finite there.
+        """
         unembedding = Unembedding.of(view)
         parts, teachers = [], []
         for window in tokens.split(1):
             found = harvest(view, window, addresses, logits=True)
             assert found.logits is not None
+            require_finite(view, found, addresses, "validation")
             parts.append(found.states)
             teachers.append(Teacher.of(unembedding, found.logits))
         states = tuple(torch.cat(layer) for layer in zip(*parts, strict=True))

@@ -229,12 +229,34 @@ def _step_layer(
     return kl
 
 
-def validate(layers: list[Layer], held: Held) -> list[float]:
-    """The validation KL of each layer as it is; its best where it has stopped."""
+def validate(layers: list[Layer], held: Held, step: int) -> list[float]:
+    """The validation KL of each layer as it is after a step; its best where it has stopped.
+
+    Raises:
+        DivergedError: one is not finite.
+    """
     return [
-        layer.kl if layer.stopped else held.kl(number, layer.weight, layer.bias)
+        layer.kl
+        if layer.stopped
+        else require_number(
+            held.kl(number, layer.weight, layer.bias), layer.label, f"after step {step}"
+        )
         for number, layer in enumerate(layers)
     ]
+
+
+def require_number(kl: float, label: str, when: str) -> float:
+    """A validation KL, which is a number.
+
+    Raises:
+        DivergedError: it is NaN or infinite, which no comparison with the best so far would see.
+    """
+    if not math.isfinite(kl):
+        raise DivergedError(
+            f"layer {label}, {when}: the validation KL is {kl}. Lower the learning rate "
+            "(rate=...), or load the model in float32."
+        )
+    return kl
 
 
 def look(layers: list[Layer], plan: Plan, kls: Sequence[float]) -> None:

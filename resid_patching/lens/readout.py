@@ -329,12 +329,12 @@ class LensReadout:
                     logits = self._logits_of(row, chunk, where, unembedding)
                     total[row] += logits.to(unembedding.dtype).softmax(-1).sum(0).to(total)
         log_mean = (total / count).log()
-        values = torch.xlogy(total[-1] / count, total[-1] / count) - total[-1] / count * log_mean
+        final = total[-1] / count
+        values = torch.xlogy(final, final) - final * log_mean
+        values = values.masked_fill(final == 0, 0)  # where 0 log 0 is 0
         plan = f"KL of the marginals, mean over {count} tokens, {self.plan}"
         axes = (Axis("layer", self.labels),)
-        return Result(
-            values.nan_to_num(0).sum(-1).clamp_min(0), axes, "nats", self._provenance(plan)
-        )
+        return Result(values.sum(-1).clamp_min(0), axes, "nats", self._provenance(plan))
 
     # Keeping and laying out
 

@@ -24,7 +24,7 @@ from resid_patching.lens.fingerprint import hash_tensors
 from resid_patching.lens.loop import Layer
 
 STATE = "fit_state.safetensors"
-FORMAT_VERSION = 2  # 1 had no checksum
+FORMAT_VERSION = 3  # 1 had no checksum; to 2, validation windows lay between the others
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,8 +188,10 @@ def _about(metadata: dict[str, str] | None) -> dict[str, Any]:
     about = read_json((metadata or {})["about"])
     if about["format"] != "resid_patching.fit_state":
         raise ValueError(f"it is of the format {about['format']!r}")
-    if about["version"] not in (1, FORMAT_VERSION):
-        raise ValueError(f"it is of version {about['version']}, this package reads 1 and 2")
+    if about["version"] not in range(1, FORMAT_VERSION + 1):
+        raise ValueError(
+            f"it is of version {about['version']}, this package reads 1 to {FORMAT_VERSION}"
+        )
     return about
 
 
@@ -201,6 +203,12 @@ def require_same(folder: Path, about: dict[str, Any], identity: dict[str, Any]) 
     """
     theirs, ours = about["identity"], as_json(identity)
     for name, left, right in differences(theirs, ours):
+        if name == "data" and about["version"] < FORMAT_VERSION:
+            raise LensMismatchError(
+                f"{folder / STATE} is of an earlier version of this package, whose validation "
+                "windows lay between the training windows, or of other text. Begin anew in "
+                "another folder."
+            )
         raise LensMismatchError(
             f"{folder / STATE} is of a fit with {name} = {left!r}, but this one has {right!r}. Use "
             "the same to go on with it, or another folder to begin anew."

@@ -13,7 +13,7 @@ from resid_patching.address import Address, Stream, hook_name
 from resid_patching.decomposition import TOLERANCE
 from resid_patching.errors import CacheMismatchError, ReadoutMismatchError
 from resid_patching.lens.unembed import Unembedding
-from resid_patching.models import ModelView, exact
+from resid_patching.models import ModelView, exact, require_finite_at
 from resid_patching.run import Run
 
 _CHECKED = 4
@@ -74,6 +74,7 @@ def read_chunk(run: Run, addresses: Sequence[Address], rows: slice) -> Chunk:
 
     Raises:
         CacheMismatchError: the caller's cache lacks a hook that is needed.
+        NotFiniteError: the model's last state or logits are NaN or infinite.
         ReadoutMismatchError: final norm and unembedding of the last state are not the model's
             logits, as with a hook that edits them.
     """
@@ -89,6 +90,10 @@ def read_chunk(run: Run, addresses: Sequence[Address], rows: slice) -> Chunk:
     flat = {a: t.expand(count, *t.shape[1:]).flatten(0, 1) for a, t in held.items()}
     real = prompts.mask[rows, :width].flatten().nonzero().flatten().to(view.device)
     final = logits.flatten(0, 1)
+    for what, cells in (("last state", flat[last_state(view)]), ("logits", final)):
+        seen = cells.unflatten(0, (count, width))
+        own = f"the model's own {what}"
+        require_finite_at(seen, prompts.mask[rows, :width], view.dtype, own, first=rows.start)
     _require_readout(view, flat[last_state(view)], final, real)
     return Chunk(rows, tuple(flat[a] for a in addresses), final, real, width)
 

@@ -12,7 +12,9 @@ state, not what the model does with it.
     tuned(run).kl                                # the same LensReadout as rp.logit_lens(run)
     tuned.save("lens"); rp.TunedLens.load("lens", model)
 
-A lens knows its model by a fingerprint (`lens.fingerprint`) and refuses every other one.
+A lens knows its model by a fingerprint (`lens.fingerprint`) and refuses one with another readout.
+On a model with the same readout and other layers before it, such as a fine-tune, it warns, and its
+readouts say "body unverified".
 
 Source: Belrose et al. 2023, "Eliciting Latent Predictions from Transformers with the Tuned Lens"
 (arXiv 2303.08112), section 3.
@@ -35,11 +37,15 @@ from resid_patching.errors import (
     LensBasisError,
     LensFormatError,
     LensMismatchError,
+    UnverifiedLensWarning,
+    warn,
 )
 from resid_patching.lens import basis, checkpoint
 from resid_patching.lens.fingerprint import (
     Fingerprint,
+    body_sketch,
     fingerprint,
+    first_difference,
     readout_sketch,
     require_match,
     require_same_name,
@@ -50,7 +56,7 @@ from resid_patching.lens.logit import require_middle, require_run
 from resid_patching.lens.readout import LensReadout
 from resid_patching.lens.states import last_state
 from resid_patching.lens.unembed import Unembedding
-from resid_patching.models import ModelView, as_view, exact, uncast
+from resid_patching.models import ModelView, as_view, exact, name_of, uncast
 from resid_patching.prompts import Positions
 from resid_patching.result import Axis, Result, provenance
 from resid_patching.run import Run
@@ -67,6 +73,7 @@ class TunedLens(nn.Module):
         fingerprint: the model that it belongs to.
         site: what it reads at each layer.
         sketch: what of the model's readout exact weight processing leaves as it is, or None.
+        body: what the model's layers make of fixed tokens, or None where that is not known.
         record: how it was fitted and its validation KL at each layer, as written to files.
     """
 
@@ -77,6 +84,7 @@ class TunedLens(nn.Module):
         site: Site = "resid_pre",
         dtype: torch.dtype = torch.float32,
         sketch: Tensor | None = None,
+        body: Tensor | None = None,
         record: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -86,6 +94,7 @@ class TunedLens(nn.Module):
         self.fingerprint = fingerprint
         self.site: Site = site
         self.sketch = sketch
+        self.body = body
         self.record = dict(record or {})
 
     @classmethod
@@ -103,7 +112,11 @@ class TunedLens(nn.Module):
         view = as_view(model)
         require_site(view, site)
         lens = cls(
-            fingerprint(view), site=site, dtype=view.compute_dtype, sketch=readout_sketch(view)
+            fingerprint(view),
+            site=site,
+            dtype=view.compute_dtype,
+            sketch=readout_sketch(view),
+            body=body_sketch(view),
         )
         return lens.to(view.device)
 
@@ -176,7 +189,7 @@ class TunedLens(nn.Module):
             AddressError: the lens has no translator for the layer.
         """
         view = as_view(model)
-        require_match(self.fingerprint, view)
+        self._require(view)
         unembedding = Unembedding.of(view)
         moved = self.translate(unembedding.cast(states), layer)
         return unembedding.logits(moved.reshape(-1, moved.shape[-1])).reshape(
@@ -188,16 +201,18 @@ class TunedLens(nn.Module):
 
         Raises:
             LensMismatchError: the lens is not of the run's model; both sides are named.
+
+        Warns:
+            UnverifiedLensWarning: the run's model has the same readout and other layers.
         """
         require_run(run)
-        require_match(self.fingerprint, run.view)
+        self._require(run.view)
         return self._readout(run, self._move, "tuned lens")
 
     def _readout(self, run: Run, translate: Callable[[int, Tensor], Tensor], plan: str) -> Any:
         if self.site != "resid_pre":
             plan += f" on {self.site}"
-        if not self.fingerprint.verified:
-            plan += ", unverified"
+        plan += self.mark(run.view)
         rows = site_rows(self.site, self.fingerprint.n_layers)
         return LensReadout(run, rows, plan, translate)
 
@@ -216,7 +231,7 @@ class TunedLens(nn.Module):
             AddressError: when called for a row that the lens has no translator for.
         """
         view = as_view(model)
-        require_match(self.fingerprint, view)
+        self._require(view)
         places = ("pre", "mid") if incl_mid else ("pre",)
         stack: list[Stream] = [
             Stream(layer, place) for layer in range(view.n_layers) for place in places
@@ -245,7 +260,7 @@ class TunedLens(nn.Module):
         Source: Belrose et al. 2023, section 4.1.
         """
         require_run(run)
-        require_match(self.fingerprint, run.view)
+        self._require(run.view)
         where = run.locate(positions)
         own = self._readout(run, self._move, "tuned lens")
         own.measure("kl")  # the states and logits that it keeps serve every translator
@@ -254,7 +269,8 @@ class TunedLens(nn.Module):
             kl = self._with_one_translator(own, number).measure("kl")["kl"].values
             picked = [where.take(layer, slice(None))[where.valid] for layer in kl[:-1]]
             rows.append(torch.stack(picked).mean(1))
-        plan = f"layer transfer of the tuned lens, mean over {int(where.valid.sum())} tokens"
+        plan = f"layer transfer of the tuned lens{self.mark(run.view)}"
+        plan += f", mean over {int(where.valid.sum())} tokens"
         axes = (Axis("translator", self.labels), Axis("layer", self.labels))
         return Result(torch.stack(rows), axes, "nats", provenance(run.view, run.prompts, plan))
 
@@ -268,6 +284,42 @@ class TunedLens(nn.Module):
             key: readout._memo[key] for key in ("chunks", "fingerprint") if key in readout._memo
         }
         return dataclasses.replace(readout, translate=translate, _memo=kept)
+
+    # Which model it is of
+
+    def mark(self, model: Any) -> str:
+        """What readouts on a model say of what is not known: nothing where all of it is.
+
+        Args:
+            model: a model that the lens is not refused on.
+        """
+        view = as_view(model)
+        if not self.fingerprint.verified:
+            return ", unverified"
+        known = self.body is not None and body_sketch(view) is not None
+        return "" if known and self._other_state(view) is None else ", body unverified"
+
+    def _require(self, view: ModelView) -> None:
+        """Refuses a model with another readout, and warns of one with other layers before it."""
+        require_match(self.fingerprint, view)
+        self._warn_of_other_layers(view)
+
+    def _warn_of_other_layers(self, view: ModelView) -> None:
+        if (state := self._other_state(view)) is not None:
+            warn(
+                f"the lens is of a model ({self.fingerprint.model}) with this unembedding and "
+                f"final norm, but other layers: on the same tokens, {state} differs. Its "
+                "readings here are unverified. Compare its KL with the logit lens's on a text "
+                "before trusting it, or fit a lens on this model.",
+                UnverifiedLensWarning,
+            )
+
+    def _other_state(self, view: ModelView) -> str | None:
+        """The first state that the model's layers make otherwise, where that can be compared."""
+        found = body_sketch(view)
+        if self.body is None or found is None:
+            return None
+        return first_difference(self.body, found, self.fingerprint.dtype, name_of(view.dtype))
 
     # Other weights of the same model
 
@@ -284,6 +336,9 @@ class TunedLens(nn.Module):
         Raises:
             LensMismatchError: the model reads states otherwise: it is another one.
             LensBasisError: the conversion is not exact.
+
+        Warns:
+            UnverifiedLensWarning: it reads states alike, and its layers are others.
         """
         view = as_view(model)
         found = fingerprint(view)
@@ -304,7 +359,11 @@ class TunedLens(nn.Module):
         moved = self
         if self.fingerprint.basis != found.basis:
             moved = self.to_raw() if found.basis == "raw" else self.to_centred()
-        return moved._with(found, moved.weight, readout_sketch(view))
+        self._warn_of_other_layers(view)
+        moved = moved._with(found, moved.weight, readout_sketch(view))
+        if self.body is not None and self._other_state(view) is None:
+            moved.body = body_sketch(view)
+        return moved
 
     def to_raw(self) -> TunedLens:
         """This lens for uncentred writing weights: A = A' P. Exact.
@@ -342,7 +401,12 @@ class TunedLens(nn.Module):
 
     def _with(self, mark: Fingerprint, weight: Tensor, sketch: Tensor | None) -> TunedLens:
         lens = TunedLens(
-            mark, site=self.site, dtype=self.weight.dtype, sketch=sketch, record=self.record
+            mark,
+            site=self.site,
+            dtype=self.weight.dtype,
+            sketch=sketch,
+            body=self.body,
+            record=self.record,
         )
         lens = lens.to(self.weight.device)
         with torch.no_grad():
@@ -386,7 +450,8 @@ class TunedLens(nn.Module):
             LensMismatchError, LensBasisError: the lens is not of this model.
 
         Warns:
-            UnverifiedLensWarning: the file cannot prove which model it belongs to.
+            UnverifiedLensWarning: the file cannot prove which model it belongs to, or the model
+                has the lens's readout and other layers.
         """
         view = as_view(model)
         found = checkpoint.read(folder, view)
@@ -400,12 +465,19 @@ class TunedLens(nn.Module):
             site=found.site,  # type: ignore[arg-type]
             dtype=found.weight.dtype,
             sketch=found.sketch,
+            body=found.body,
             record=found.record,
         )
         with torch.no_grad():
             lens.weight.copy_(found.weight)
             lens.bias.copy_(found.bias)
-        require_match(lens.fingerprint, view)
+        lens._require(view)
+        if lens.fingerprint.verified and lens.body is None:
+            warn(
+                f"the lens at {folder} (for {lens.fingerprint.model}) is unverified for the layers "
+                "before the readout: its file knows the final norm and the unembedding alone.",
+                UnverifiedLensWarning,
+            )
         return lens.to(view.device)
 
 

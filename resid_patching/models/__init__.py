@@ -4,7 +4,14 @@ from resid_patching.models.guards import Processing, Report, report, require
 from resid_patching.models.load import DEMO_FOLDER, load
 from resid_patching.models.memory import Memory
 from resid_patching.models.norm import Norm
-from resid_patching.models.precision import exact, float64_home, uncast
+from resid_patching.models.precision import (
+    exact,
+    float64_home,
+    name_of,
+    remedy,
+    require_finite_at,
+    uncast,
+)
 from resid_patching.models.view import (
     HookedModel,
     ModelView,
@@ -28,8 +35,11 @@ __all__ = [
     "exact",
     "float64_home",
     "load",
+    "name_of",
+    "remedy",
     "report",
     "require",
+    "require_finite_at",
     "take",
     "uncast",
 ]

@@ -20,8 +20,7 @@ from resid_patching.address import (
     Stream,
     hook_name,
 )
-from resid_patching.errors import NotFiniteError
-from resid_patching.models import Reader
+from resid_patching.models import Reader, require_finite_at
 from resid_patching.rerun.edits import Variant, clean_hook
 from resid_patching.rerun.replay import BlockCalls
 from resid_patching.run import Run
@@ -76,14 +75,9 @@ class Clean:
         last = self.acts.get(hook_name(Stream(self.view.n_layers - 1, "post")))
         if last is None:
             return
-        real = (self.positions < self.lengths[:, None]).to(last.device)
-        wrong = (~last.isfinite().all(-1) & real).any(1)
-        if bool(wrong.any()):
-            raise NotFiniteError(
-                f"prompt {self.rows.start + int(wrong.long().argmax())}: the model's own last "
-                f"state is NaN or infinite in {str(last.dtype).removeprefix('torch.')}, so nothing "
-                "that is measured on it could be trusted. Load the model in float32 or bfloat16."
-            )
+        real = self.positions < self.lengths[:, None]
+        what = "the model's own last state"
+        require_finite_at(last, real, last.dtype, what, first=self.rows.start)
 
     def _keeper(self, name: str) -> Reader:
         def keep(activation: Tensor) -> None:
