@@ -33,7 +33,7 @@ from resid_patching.errors import (
     UnsupportedModelError,
 )
 from resid_patching.models.memory import Memory
-from resid_patching.models.precision import exact
+from resid_patching.models.precision import exact, name_of, remedy
 from resid_patching.models.view import ModelView
 from resid_patching.models.weights import optional_weight
 
@@ -154,8 +154,11 @@ def require_finite(model: torch.nn.Module, name: str) -> None:
 
 
 def _finite(weights: Tensor) -> bool:
-    if weights.is_meta:  # offloaded: what cannot be read now shows in the states
+    # What is offloaded cannot be read now, and shows in the states; whole numbers are finite.
+    if weights.is_meta or not weights.is_floating_point():
         return True
+    if weights.element_size() < 2:  # for float8 nothing is implemented
+        weights = weights.float()
     # The extremes are far quicker than isfinite; either is NaN where any entry is.
     return weights.numel() == 0 or bool(torch.stack(weights.aminmax()).isfinite().all())
 
@@ -178,6 +181,14 @@ def _examine(view: ModelView, found: Report) -> None:
         found.failures["stream"] = StreamMismatchError(
             f"{view.name} ({view.kind}) does not show the residual stream at every layer: {error}"
         )
+        return
+    seen = {**states, "the unembedding's output": raw_logits}
+    if overflowed := [name for name, values in seen.items() if not _finite(values)]:
+        error = NotFiniteError(
+            f"{view.name} ({view.kind}): {overflowed[0]} is NaN or infinite in "
+            f"{name_of(view.dtype)} on a few tokens. {remedy(view.dtype)}"
+        )
+        found.failures |= dict.fromkeys(get_args(Capability), error)
         return
     with exact():
         checks: dict[Capability, Any] = {

@@ -388,7 +388,7 @@ class _Original:
                 self.log_probs = model(self.tokens).logits.float().log_softmax(-1)
         except Exception as error:
             raise UnsupportedModelError(
-                f"{self.source} is no language model that reads token ids alone "
+                f"{self.source} is no language model that reads ids alone "
                 f"({type(model).__name__}: {_one_line(error)})"
             ) from error
 
