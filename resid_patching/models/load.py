@@ -374,7 +374,8 @@ class _Original:
     log_probs: Tensor | None = None
 
     def record(self, model: Any) -> None:
-        """Runs a Hugging Face model that was just loaded."""
+        """Runs a Hugging Face model that was just loaded, if its weights are finite."""
+        require_finite(model, self.source)
         if self.device is not None:
             model.to(self.device)
         facts = model.config.get_text_config()
@@ -431,8 +432,8 @@ def _examined(model: Any, original: _Original) -> Any:
     Log-probabilities are compared: a centred unembedding moves the logits by a constant.
     """
     model.eval()
-    require_finite(model, original.source)
     if original.tokens is None or original.log_probs is None:
+        require_finite(model, original.source)
         return model
     view, expected = ModelView(model), original.log_probs
     dtype = str(view.dtype).removeprefix("torch.")
@@ -450,6 +451,7 @@ def _examined(model: Any, original: _Original) -> Any:
         size, error = "up to", float(apart.max())
         allowed = 1e-3 * max(1.0, float(expected.abs().max()) / 10)
     if not error <= allowed:
+        require_finite(model, original.source)
         raise UnsupportedModelError(
             f"the {view.kind} that TransformerLens {view.transformer_lens_version} makes of "
             f"{original.source} does not predict what Hugging Face's own model predicts: "
