@@ -78,7 +78,7 @@ def rows_of(file: IO[bytes], text_key: str) -> Iterator[str]:
             content = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError:
             raise PromptError(f"{where}: this is not UTF-8 text; save it as UTF-8") from None
-        if content.strip() and (text := _text(content, text_key, where)):
+        if content.strip() and (text := _text(content, text_key, where)).strip():
             yield text
 
 

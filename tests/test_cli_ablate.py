@@ -377,7 +377,10 @@ def test_the_progress_bar_reaches_its_end_and_is_off_without_a_terminal(model):
         (["zero", "attn.0", "--prompt", "x", "--text", "t"], "does not go with"),
         (["zero", "attn.0", "--text", "no-such-text"], "no-such-text does not exist"),
         (["zero", "attn.0", "--text", "."], "is a folder"),
-        (["zero", "attn.0", "--prompt", "x", "--metric", "kl", "--limit", "1"], "--limit cuts"),
+        (
+            ["zero", "attn.0", "--prompt", "x", "--metric", "kl", "--limit", "1"],
+            "--limit goes with --text",
+        ),
         (["zero", "nose.6", "--prompt", "x", "--metric", "kl", "--model", "MODEL"], "nose.6"),
         (["zero", "attn.9", "--prompt", "x", "--metric", "kl", "--model", "MODEL"], "attn.9"),
         (["zero", "0.9", "--prompt", "x", "--metric", "kl", "--model", "MODEL"], "0.9"),

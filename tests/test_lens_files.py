@@ -77,7 +77,8 @@ def test_T12_a_file_holds_no_model(model, tmp_path):
     assert parameters < size < parameters + 8000
     tensors = safetensors.torch.load_file(tmp_path / checkpoint.PARAMS)
     assert set(tensors) == {f"{a}.{p}" for a in tuned.labels for p in ("weight", "bias")} | {
-        "sketch"
+        "sketch",
+        "body",
     }
     config = json.loads((tmp_path / checkpoint.CONFIG).read_text())
     assert {"format", "version", "site", "dtype", "fingerprint", "record"} <= set(config)
@@ -355,11 +356,11 @@ def test_files_before_0_0_6_are_read_and_their_own_unembedding_is_compared(model
         state[f"layer_translators.{number - 1}.bias"] = tuned.bias[number].detach().clone()
     (tmp_path / "config.json").write_text(json.dumps({"d_model": 32, "num_layers": 3}))
     torch.save(state, tmp_path / "params.pt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UnverifiedLensWarning)
+    with pytest.warns(UnverifiedLensWarning, match="unverified for the layers before the readout"):
         found = rp.TunedLens.load(tmp_path, model)
     assert same(found, tuned)
     assert found.fingerprint.W_U == fingerprint(rp.ModelView(model)).W_U
+    assert found.mark(model) == ", body unverified"
 
     other = zoo.fresh(zoo.BACKENDS[0])
     with torch.no_grad():

@@ -287,9 +287,8 @@ def _is_special(path: Path) -> bool:
 def _require_file_names(arguments: argparse.Namespace) -> None:
     """Refuses names that no file has."""
     flags = vars(arguments)
-    for name in (*_INPUT_FILES, *_OUTPUT_FILES, "model", "lens", "out"):
-        if not isinstance(path := flags.get(name), str):
-            continue
+    of_files = (*_INPUT_FILES, *_OUTPUT_FILES, "model", "lens", "out")
+    for name, path in ((flag, path) for flag in of_files for path in _names(flags.get(flag))):
         if not path and name != "model":
             raise UsageError(f"--{name} was given an empty name; give that of a file")
         if "\0" in path:
@@ -306,7 +305,7 @@ def _require_inputs_kept(arguments: argparse.Namespace) -> None:
     read = {
         os.path.realpath(path): name
         for name in _INPUT_FILES
-        for path in _as_list(flags.get(name))
+        for path in _names(flags.get(name))
         if Path(path).is_file()
     }
     for name in _OUTPUT_FILES:
@@ -315,8 +314,10 @@ def _require_inputs_kept(arguments: argparse.Namespace) -> None:
             raise UsageError(f"--{name} {path} is the file that --{reader} reads; give another")
 
 
-def _as_list(given: str | list[str] | None) -> list[str]:
-    return given if isinstance(given, list) else [] if given is None else [given]
+def _names(given: Any) -> list[str]:
+    """The names of files that a flag gives; elsewhere one of its name may give a number."""
+    several = given if isinstance(given, list) else [given]
+    return [path for path in several if isinstance(path, str)]
 
 
 def load_model(arguments: argparse.Namespace) -> tuple[Any, str | None]:

@@ -187,7 +187,7 @@ def body_sketch(view: ModelView) -> Float[Tensor, "state token"] | None:
 
     Returns:
         A row for each state of the stream, from `resid_pre.0` on. None where hooks of the caller
-        are on, which change it, or the model does not show its stream.
+        are on, which change it, where the model does not show its stream, or where it overflows.
     """
     return _bodies.of(view)
 
@@ -214,7 +214,8 @@ def _find_body(view: ModelView) -> Tensor | None:
     states = [Stream(0, "pre"), *(Stream(layer, "post") for layer in range(view.n_layers))]
     readers = {hook_name(state): keeper(state) for state in states}
     view.forward_blocks(tokens.to(view.input_device), readers)
-    return torch.stack([found[state] for state in states])
+    sketch = torch.stack([found[state] for state in states])
+    return sketch if bool(sketch.isfinite().all()) else None
 
 
 _bodies = Memory(_find_body)

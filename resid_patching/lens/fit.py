@@ -344,7 +344,7 @@ class _Fit:
         for batch in tqdm(mine, unit="batch", desc="ridge", disable=self._hidden):
             found = harvest(self.view, batch, self.rows, logits=False)
             try:
-                require_finite(self.view, found, self.rows, "training")
+                require_finite(self.view, found, self.rows, "ridge")
             except DivergedError as error:
                 diverged = error
                 break

@@ -84,18 +84,19 @@ def require_finite(view: ModelView, found: Harvest, addresses: Sequence[Address]
         view: the model.
         found: what it made of some windows.
         addresses: of the states.
-        of: what the windows are for.
+        of: what the windows are for, such as `validation text`.
 
     Raises:
         DivergedError: they are; the layer and the dtype are named.
     """
-    named = [*zip(map(str, addresses), found.states, strict=True), ("the last state", found.last)]
+    labels = (f"layer {address}" for address in addresses)
+    named = [*zip(labels, found.states, strict=True), ("the last state", found.last)]
     if found.logits is not None:
         named.append(("the logits", found.logits))
     for label, tensor in named:
         if not bool(torch.stack(tensor.aminmax()).isfinite().all()):
             raise DivergedError(
-                f"{label}: the model's own numbers on the {of} text are NaN or infinite in "
+                f"{label}, {of}: the model's own numbers are NaN or infinite in "
                 f"{name_of(view.dtype)}. {remedy(view.dtype)}"
             )
 
@@ -128,7 +129,7 @@ class Held:
         for window in tokens.split(1):
             found = harvest(view, window, addresses, logits=True)
             assert found.logits is not None
-            require_finite(view, found, addresses, "validation")
+            require_finite(view, found, addresses, "validation text")
             parts.append(found.states)
             teachers.append(Teacher.of(unembedding, found.logits))
         states = tuple(torch.cat(layer) for layer in zip(*parts, strict=True))
