@@ -32,7 +32,7 @@ from torch import Tensor
 from resid_patching.address import FinalNormBias, UnembedBias
 from resid_patching.decomposition import By, decompose
 from resid_patching.errors import GapError, TokenError
-from resid_patching.models import TOLERANCE, ModelView, exact, require
+from resid_patching.models import TOLERANCE, ModelView, exact, require, require_finite_at
 from resid_patching.prompts import PositionIndex, Positions, Tokens, tokens_for
 from resid_patching.result import Axis, Result, provenance
 from resid_patching.run import RowReader, Run
@@ -174,6 +174,7 @@ def direct_logit_attribution(
     Raises:
         TokenError: an answer or foil that is not one token.
         PositionError: a prompt has no such position.
+        NotFiniteError: the model's last state or logits are NaN or infinite.
         GapError: the rows do not add up to the model's own value.
         HeadMismatchError, NeuronMismatchError: the model has no such exact parts.
 
@@ -198,6 +199,7 @@ def direct_logit_attribution(
     sigma = view.final_norm.scale(states)
     rows = torch.cat([values / sigma, score.constants(sigma)])
     model_value, capped = score.values()
+    require_finite_at(model_value, score.positions.valid, view.dtype, "the model's own logits")
     _require_gap(view, rows, model_value, score)
 
     names = [*map(str, parts.writers), str(FinalNormBias()), str(UnembedBias())]

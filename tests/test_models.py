@@ -170,7 +170,7 @@ def test_a_conversion_that_predicts_otherwise_is_not_handed_out(tmp_path, monkey
         return state
 
     monkeypatch.setattr(loading_from_pretrained, "get_pretrained_state_dict", wrong)
-    with pytest.raises(UnsupportedModelError, match="predict otherwise than the original"):
+    with pytest.raises(UnsupportedModelError, match="does not predict what Hugging Face"):
         rp.load(zoo.text_folder(), backend="hooked")
 
 

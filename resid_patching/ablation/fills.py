@@ -22,8 +22,8 @@ from resid_patching.address import (
     Stream,
     hook_name,
 )
-from resid_patching.errors import AblationError, PromptError
-from resid_patching.models import ModelView, take
+from resid_patching.errors import AblationError, NotFiniteError, PromptError
+from resid_patching.models import ModelView, name_of, remedy, take
 from resid_patching.rerun import Fill, clean_hook, site_value
 from resid_patching.run import Run
 
@@ -118,7 +118,7 @@ class Fills:
     def _resampled(self, site: Address) -> Fill:
         assert isinstance(self.kind, Resample) and self.partner is not None
         source, partner = self.kind.source, self.partner
-        values = _values(source, site)
+        values = _finite(_values(source, site), site, source.view)
         is_pattern = isinstance(site, HeadNode) and site.which == "pattern"
 
         def fill(rows: slice, index: Tensor) -> Tensor:
@@ -135,9 +135,19 @@ def _shape(view: ModelView, site: Address) -> tuple[int, ...]:
         case Neuron():
             return ()
         case Head() | HeadInput() | HeadNode():
-            return (view.W_O(site.layer).shape[1],)
+            return (view.d_head(site.layer),)
         case _:
             return (view.d_model,)
+
+
+def _finite(values: Tensor, site: Address, view: ModelView) -> Tensor:
+    """The values that a site is given, where they are numbers."""
+    if not bool(values.isfinite().all()):
+        raise NotFiniteError(
+            f"the values that {site} is to be given are NaN or infinite in {name_of(view.dtype)}. "
+            f"{remedy(view.dtype)}"
+        )
+    return values
 
 
 def _values(run: Run, site: Address) -> Tensor:
@@ -262,7 +272,7 @@ def _means(kind: Mean, sites: list[Address]) -> dict[Address, Tensor]:
     for name, total in sums.items():
         shape = (-1, *[1] * (total.ndim - 1)) if by_position else ()
         means[name] = (total / divide.reshape(shape).to(total.device)).to(view.dtype)
-    return {site: _mean_of(view, site, means, by_position) for site in sites}
+    return {site: _finite(_mean_of(view, site, means, by_position), site, view) for site in sites}
 
 
 def _mean_of(view: ModelView, site: Address, means: dict[str, Tensor], by_position: bool) -> Tensor:

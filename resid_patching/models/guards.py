@@ -33,10 +33,11 @@ from resid_patching.errors import (
     UnsupportedModelError,
 )
 from resid_patching.models.memory import Memory
-from resid_patching.models.precision import exact
+from resid_patching.models.precision import exact, name_of, remedy
 from resid_patching.models.view import ModelView
+from resid_patching.models.weights import optional_weight
 
-Capability = Literal["stream", "readout", "heads", "neurons"]
+Capability = Literal["stream", "readout", "z", "heads", "neurons"]
 
 _STREAM_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2}
 READOUT_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2}
@@ -114,28 +115,28 @@ def find_processing(view: ModelView) -> Processing:
         torch.equal(norm.gain, torch.ones_like(norm.gain)) and not norm.bias.any()
     )
     attention = getattr(view.model.blocks[0], "attn", None)
-    biases = {name: getattr(attention, name, None) for name in ("b_Q", "b_V", "b_O")}
-    any_set = {n: isinstance(b, Tensor) and bool(b.any()) for n, b in biases.items()}
+    biases = {name: optional_weight(attention, name) for name in ("b_Q", "b_V", "b_O")}
+    any_set = {name: bias is not None and bool(bias.any()) for name, bias in biases.items()}
     return Processing(
         norms_folded=folded,
-        writes_centred=_centred(getattr(attention, "W_O", None), -1),
+        writes_centred=_centred(optional_weight(attention, "W_O"), -1),
         unembed_centred=_centred(view.W_U, 1),
         # A model without any attention bias has nothing to fold.
-        values_folded=isinstance(biases["b_V"], Tensor)
+        values_folded=biases["b_V"] is not None
         and not any_set["b_V"]
         and (any_set["b_Q"] or any_set["b_O"]),
     )
 
 
 def _centred(weight: Tensor | None, dim: int) -> bool:
-    if not isinstance(weight, Tensor):
+    if weight is None:
         return False
     weight = weight.detach().to(torch.float32)
     return bool(weight.mean(dim).abs().max() < 1e-4 * weight.pow(2).mean().sqrt())
 
 
 def require_finite(model: torch.nn.Module, name: str) -> None:
-    """Refuses a model some of whose parameters are NaN or infinite.
+    """Refuses a model some of whose parameters, where they can be read, are NaN or infinite.
 
     Args:
         model: the model.
@@ -155,6 +156,11 @@ def require_finite(model: torch.nn.Module, name: str) -> None:
 
 
 def _finite(weights: Tensor) -> bool:
+    # What is offloaded cannot be read now, and shows in the states; whole numbers are finite.
+    if weights.is_meta or not weights.is_floating_point():
+        return True
+    if weights.element_size() < 2:  # for float8 nothing is implemented
+        weights = weights.float()
     # The extremes are far quicker than isfinite; either is NaN where any entry is.
     return weights.numel() == 0 or bool(torch.stack(weights.aminmax()).isfinite().all())
 
@@ -187,9 +193,18 @@ def _examine(view: ModelView, found: Report) -> None:
             f"number of prompts of any length.{hook_note(view)}"
         )
         return
+    seen = {**states, "the unembedding's output": raw_logits}
+    if overflowed := [name for name, values in seen.items() if not _finite(values)]:
+        error = NotFiniteError(
+            f"{view.name} ({view.kind}): {overflowed[0]} is NaN or infinite in "
+            f"{name_of(view.dtype)} on a few tokens. {remedy(view.dtype)}"
+        )
+        found.failures |= dict.fromkeys(get_args(Capability), error)
+        return
     with exact():
         checks: dict[Capability, Any] = {
             "stream": _check_stream,
+            "z": _check_z,
             "heads": _check_heads,
             "neurons": _check_neurons,
         }
@@ -314,8 +329,22 @@ def _check_readout(
     return None
 
 
+def _check_z(view: ModelView, states: dict[str, Tensor]) -> HeadMismatchError | None:
+    """Z shows one vector for each head, where it shows anything."""
+    for layer in _layers(view):
+        z = states.get(name := hook_name(Head(layer, 0)))
+        if z is not None and (z.ndim != 4 or z.shape[2] != view.n_heads):
+            return HeadMismatchError(
+                f"{name} of {view.name} ({view.kind}) is laid out as {list(z.shape)}, not with one "
+                f"vector for each of the {view.n_heads} heads, as where heads mix values of "
+                "another width than their queries and keys (multi-head latent attention), so its "
+                f"heads cannot be told apart. Use by='component', or the whole attn.{layer}."
+            )
+    return None
+
+
 def _check_heads(view: ModelView, states: dict[str, Tensor]) -> HeadMismatchError | None:
-    return _check_parts(
+    return _check_z(view, states) or _check_parts(
         view, states, "heads + b_O = attn_out", Head, Attn, HeadMismatchError, _sum_of_heads
     )
 
@@ -347,7 +376,9 @@ def _check_parts(
             )
         try:
             total = summed(view, layer, activation)
-        except (AddressError, RuntimeError, AttributeError) as problem:
+        except (HeadMismatchError, NeuronMismatchError) as unread:
+            return unread.with_traceback(None)
+        except (RuntimeError, AttributeError) as problem:
             return error_type(
                 f"{view.name} ({view.kind}), layer {layer}: {text} cannot be formed "
                 f"({problem}). Use by='component'."

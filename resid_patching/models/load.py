@@ -16,10 +16,12 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from resid_patching.errors import (
     BackendWarning,
@@ -30,13 +32,16 @@ from resid_patching.errors import (
     warn,
 )
 from resid_patching.models.guards import require_finite
-from resid_patching.models.view import note_revision
+from resid_patching.models.view import ModelView, note_revision
 
 Processing = Literal["raw", "folded"]
 Backend = Literal["auto", "hooked", "bridge"]
 
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo"
 _HUB_SECONDS = 3.0
+_COMPARED_TOKENS = 8
+_LOW = {torch.bfloat16: 0.1, torch.float16: 0.03}
+"""How far log-probabilities may be apart on average, in their standard deviations."""
 _log = logging.getLogger(__name__)
 
 
@@ -49,6 +54,9 @@ def load(
     backend: Backend = "auto",
 ) -> Any:
     """Loads a model with its tokenizer, in eval mode.
+
+    What it predicts on a few random tokens is compared with what the Hugging Face model predicts
+    that it was made of, taken before TransformerLens changed that one.
 
     Args:
         name_or_path: a hub name (`gpt2`), a local Hugging Face folder, or `demo`, the model that
@@ -67,9 +75,9 @@ def load(
     Raises:
         ModelNotFoundError: no such folder or name.
         HubUnreachableError: not in the cache, and the hub does not answer within seconds.
-        UnsupportedModelError: the backend asked for cannot build this model, or its files lack
-            some of its weights.
-        NotFiniteError: its weights are NaN or infinite.
+        UnsupportedModelError: the backend asked for cannot build this model or builds one that
+            predicts otherwise than Hugging Face's, or its files lack some of its weights.
+        NotFiniteError: its weights, or its logits, are NaN or infinite.
     """
     _require_choice("processing", processing, ("raw", "folded"))
     _require_choice("backend", backend, ("auto", "hooked", "bridge"))
@@ -82,10 +90,8 @@ def load(
     folder_or_name = str(name_or_path) if path is None else str(path)
     hub_name = None if path is not None else folder_or_name
     # Loaders draw weights before they read them; the caller's random numbers stay as they are.
-    with _quiet(), _hub_state(hub_name), _whole(), torch.random.fork_rng(devices=[]):
+    with _quiet(), _hub_state(hub_name), torch.random.fork_rng(devices=[]):
         model = _build(folder_or_name, path is not None, device, dtype, processing, backend)
-    require_finite(model, folder_or_name)
-    model.eval()
     if hub_name is not None and (config := _cached_config(hub_name)) is not None:
         note_revision(model, config.parent.name)  # snapshots/<commit>/config.json
     return model
@@ -143,10 +149,12 @@ def _build(
 ) -> Any:
     problem = None
     if backend != "bridge" and (hooked := _hooked_transformer()) is not None:
+        is_alias = not is_folder and _is_alias(source)
+        build = _hooked_from_hub if is_alias else _hooked_from_hugging_face
         try:
-            if not is_folder and _is_alias(source):
-                return _hooked_from_hub(hooked, source, device, dtype, processing)
-            return _hooked_from_hugging_face(hooked, source, device, dtype, processing)
+            with _original_of(source) as original:
+                model = build(hooked, source, device, dtype, processing)
+            return _examined(model, original)
         except (HubUnreachableError, ModelNotFoundError, NotFiniteError, _IncompleteError):
             raise
         except Exception as error:
@@ -156,7 +164,9 @@ def _build(
                     "Use backend='bridge'."
                 ) from error
             problem = _one_line(error)
-    model = _bridge(source, device, dtype, processing)
+    with _original_of(source, device) as original:
+        model = _bridge(source, device, dtype, processing)
+    _examined(model, original)
     if problem is not None:
         warn(
             f"HookedTransformer cannot build {source} ({problem}); loaded as a TransformerBridge",
@@ -202,14 +212,10 @@ def _hooked_from_hub(
 def _hooked_from_hugging_face(
     hooked: Any, source: str, device: Any, dtype: torch.dtype, processing: Processing
 ) -> Any:
-    """Builds a HookedTransformer from a folder: its own loader accepts hub names alone.
-
-    The conversion is checked against the Hugging Face model it came from.
-    """
+    """Builds a HookedTransformer from a folder: its own loader accepts hub names alone."""
     from transformer_lens import loading_from_pretrained as loading  # type: ignore[attr-defined]
 
     original = _hugging_face_model(source, dtype)
-    require_finite(original, source)
     with _neutral_folder(original.config) as neutral:
         options = _fold_options(processing)
         cfg = loading.get_pretrained_model_config(
@@ -223,12 +229,12 @@ def _hooked_from_hugging_face(
         cfg.tokenizer_name = None
         state = loading.get_pretrained_state_dict(neutral, cfg, original, dtype=dtype)
     state = {key: value.detach().clone() for key, value in state.items()}
+    del original  # its memory is wanted for the model
     model = hooked(cfg, _tokenizer(source), move_to_device=False)
     if _is_capped(cfg):
         options["center_unembed"] = False
     model.load_and_process_state_dict(state, **options)
     model.to(device)
-    _require_same_predictions(model, original)
     return model
 
 
@@ -257,23 +263,6 @@ def _neutral_folder(config: Any) -> Iterator[str]:
         yield folder
 
 
-def _require_same_predictions(model: Any, original: Any) -> None:
-    """Raises where the converted model does not predict what the original predicts."""
-    length = min(8, int(model.cfg.n_ctx))
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(int(model.cfg.d_vocab), (1, length), generator=generator, device="cpu")
-    with torch.no_grad():
-        expected = original(tokens.to(original.device)).logits.float().log_softmax(-1)
-        found = model(tokens.to(model.cfg.device)).float().log_softmax(-1).to(expected.device)
-    low = model.cfg.dtype in (torch.bfloat16, torch.float16)
-    error = float((found - expected).abs().max())
-    if not error <= (0.5 if low else 1e-3 * max(1.0, float(expected.abs().max()) / 10)):
-        raise UnsupportedModelError(
-            f"the converted weights predict otherwise than the original (log-probabilities "
-            f"{error:.1e} apart)"
-        )
-
-
 def _bridge(source: str, device: Any, dtype: torch.dtype, processing: Processing) -> Any:
     from transformer_lens.model_bridge import TransformerBridge
 
@@ -285,7 +274,7 @@ def _bridge(source: str, device: Any, dtype: torch.dtype, processing: Processing
             model = TransformerBridge.boot_transformers(
                 source, device=str(device), dtype=dtype, tokenizer=tokenizer
             )
-        except (HubUnreachableError, ModelNotFoundError, _IncompleteError):
+        except (HubUnreachableError, ModelNotFoundError, UnsupportedModelError):
             raise
         except Exception as error:
             raise _load_failure(source, error) from error
@@ -317,7 +306,7 @@ def _hugging_face_model(source: str, dtype: torch.dtype) -> Any:
 
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
-    except _IncompleteError:
+    except UnsupportedModelError:
         raise
     except Exception as error:
         raise _load_failure(source, error) from error
@@ -368,11 +357,54 @@ class _IncompleteError(UnsupportedModelError):
     """A checkpoint without some of the model's weights."""
 
 
+@dataclass
+class _Original:
+    """The Hugging Face model that a model is made of: what it predicts on a few tokens.
+
+    Attributes:
+        source: its folder or name.
+        device: where it is moved before it predicts; None to leave it where it is.
+        tokens: [1, pos], random; None where no Hugging Face model was loaded.
+        log_probs: [1, pos, d_vocab].
+    """
+
+    source: str
+    device: str | torch.device | None
+    tokens: Tensor | None = None
+    log_probs: Tensor | None = None
+
+    def record(self, model: Any) -> None:
+        """Runs a Hugging Face model that was just loaded, if its weights are finite."""
+        require_finite(model, self.source)
+        if self.device is not None:
+            model.to(self.device)
+        facts = model.config.get_text_config()
+        length = min(_COMPARED_TOKENS, getattr(facts, "max_position_embeddings", None) or 8)
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(
+            facts.vocab_size, (1, length), generator=generator, device="cpu"
+        ).to(model.device)
+        try:
+            with torch.no_grad():
+                self.log_probs = model(self.tokens).logits.float().log_softmax(-1)
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{self.source} is no language model that reads ids alone "
+                f"({type(model).__name__}: {_one_line(error)})"
+            ) from error
+
+
 @contextlib.contextmanager
-def _whole() -> Iterator[None]:
-    """Refuses checkpoints that lack weights: transformers draws at random what it does not find."""
+def _original_of(source: str, device: str | torch.device | None = None) -> Iterator[_Original]:
+    """Watches TransformerLens load the Hugging Face model that it makes its own of.
+
+    A checkpoint that lacks weights is refused: transformers draws at random what it does not
+    find. And what the model predicts is recorded before TransformerLens has it: bridging replaces
+    its blocks, folding rewrites its weights.
+    """
     from transformers import PreTrainedModel
 
+    original = _Original(source, device)
     plain = PreTrainedModel.__dict__["from_pretrained"]
 
     def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
@@ -384,13 +416,50 @@ def _whole() -> Iterator[None]:
                 f"asks for ({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); they "
                 "would be random numbers. Download or save the model again."
             )
+        original.record(model)
         return (model, info) if wants_info else model
 
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
     try:
-        yield
+        yield original
     finally:
         PreTrainedModel.from_pretrained = plain
+
+
+def _examined(model: Any, original: _Original) -> Any:
+    """The model in eval mode, where its weights are finite and it predicts as the original does.
+
+    Log-probabilities are compared: a centred unembedding moves the logits by a constant.
+    """
+    model.eval()
+    if original.tokens is None or original.log_probs is None:
+        require_finite(model, original.source)
+        return model
+    view, expected = ModelView(model), original.log_probs
+    dtype = str(view.dtype).removeprefix("torch.")
+    if not bool(expected.isfinite().all()):
+        raise NotFiniteError(
+            f"the logits of {original.source} are NaN or infinite in {dtype}. Load it in float32 "
+            "or bfloat16."
+        )
+    found = view.forward(original.tokens.to(view.input_device), {}).float().log_softmax(-1)
+    apart = (found.to(expected.device) - expected).abs()
+    if view.dtype in _LOW:  # rounding moves single ones far; a wrong model moves them all
+        size, error = "on average", float(apart.pow(2).mean().sqrt())
+        allowed = _LOW[view.dtype] * float(expected.std())
+    else:
+        size, error = "up to", float(apart.max())
+        allowed = 1e-3 * max(1.0, float(expected.abs().max()) / 10)
+    if not error <= allowed:
+        require_finite(model, original.source)
+        raise UnsupportedModelError(
+            f"the {view.kind} that TransformerLens {view.transformer_lens_version} makes of "
+            f"{original.source} does not predict what Hugging Face's own model predicts: "
+            f"log-probabilities are {size} {error:.2g} apart (tolerance {allowed:.1g}), so its "
+            "numbers would be of another model; another version of TransformerLens may build it "
+            "right"
+        )
+    return model
 
 
 @contextlib.contextmanager

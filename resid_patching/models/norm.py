@@ -9,6 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from resid_patching.errors import ReadoutMismatchError
+from resid_patching.models.weights import optional_weight, why_unread
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -63,6 +66,9 @@ def read_norm(
         d_model: the width of what is normalised.
         dtype: of gain and bias.
         device: where these go.
+
+    Raises:
+        ReadoutMismatchError: gain or bias cannot be read.
     """
     ones = torch.ones(d_model, dtype=dtype, device=device)
     kind = _kind(cfg, module)
@@ -82,7 +88,12 @@ def _kind(cfg: Any, module: Any | None) -> Literal["LN", "RMS"] | None:
         return None
     if (uses_rms := getattr(module, "uses_rms_norm", None)) is not None:
         return "RMS" if uses_rms else "LN"
-    return "RMS" if "RMS" in type(module).__name__ else "LN"
+    original = getattr(module, "original_component", None)
+    if "RMS" in type(module).__name__ or "RMS" in type(original).__name__:
+        return "RMS"
+    # Of a bare wrapper of TransformerBridge, whose own name says nothing, the configuration knows.
+    is_layer_norm = original is None or isinstance(original, torch.nn.LayerNorm)
+    return "LN" if is_layer_norm or not getattr(cfg, "uses_rms_norm", False) else "RMS"
 
 
 def _gain_is_offset(cfg: Any, module: Any) -> bool:
@@ -104,7 +115,8 @@ def _eps(cfg: Any, module: Any) -> float:
 
 def _first(owner: Any, *names: str) -> Tensor | None:
     for name in names:
-        value = getattr(owner, name, None)
-        if isinstance(value, Tensor):
-            return value
+        if (weight := optional_weight(owner, name)) is not None:
+            return weight
+        if why := why_unread(owner, name):
+            raise ReadoutMismatchError(f"a norm of the model cannot be read: {why}")
     return None

@@ -79,8 +79,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 def remedy(dtype: torch.dtype) -> str:
     """What to do where the model's own numbers are not finite in a dtype."""
-    if dtype == torch.float16:  # its largest number is 65504
-        return "Load the model in float32 or bfloat16."
+    if dtype == torch.float16:
+        return "float16 overflows beyond 65504. Load the model in float32 or bfloat16."
     return "Its weights, a hook or an intervention make it so."
 
 

@@ -22,8 +22,11 @@ from torch import Tensor
 from resid_patching.address import MLP, PosEmbed, hook_name
 from resid_patching.errors import (
     AddressError,
+    HeadMismatchError,
     HookNotFiredError,
     ModelChangedError,
+    NeuronMismatchError,
+    ReadoutMismatchError,
     TrainingModeError,
     UnsupportedModelError,
 )
@@ -31,6 +34,7 @@ from resid_patching.models.norm import Norm, read_norm
 from resid_patching.models.precision import exact
 from resid_patching.models.rope import LengthRope, independent, length_ropes
 from resid_patching.models.state import Look, State, state_of
+from resid_patching.models.weights import optional_weight, why_unread
 
 Reader = Callable[[Tensor], Tensor | None]
 """Called with an activation [batch, pos, ...]; what it returns, if anything, replaces it."""
@@ -215,37 +219,68 @@ class ModelView:
 
     @property
     def W_U(self) -> Float[Tensor, "d_model d_vocab"]:
-        """The unembedding."""
-        return self.model.unembed.W_U
+        """The unembedding.
+
+        Raises:
+            ReadoutMismatchError: it cannot be read.
+        """
+        weight = optional_weight(self.model.unembed, "W_U")
+        if weight is None:
+            why = why_unread(self.model.unembed, "W_U") or "it shows no W_U"
+            raise ReadoutMismatchError(
+                f"the unembedding of {self.name} ({self.kind}) cannot be read: {why}"
+            )
+        return weight
 
     @property
     def b_U(self) -> Float[Tensor, " d_vocab"]:
         """The unembedding's bias; zeros where the model has none."""
-        bias = getattr(self.model.unembed, "b_U", None)
+        bias = optional_weight(self.model.unembed, "b_U")
         return self.W_U.new_zeros(self.W_U.shape[1]) if bias is None else bias
 
     def _block_weight(self, layer: int, part: str, name: str) -> Tensor | None:
-        return getattr(getattr(self.model.blocks[layer], part), name, None)
+        return optional_weight(getattr(self.model.blocks[layer], part), name)
 
     def W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
-        """The output projection of a layer's heads."""
+        """The output projection of a layer's heads.
+
+        Raises:
+            HeadMismatchError: it cannot be read.
+        """
         weight = self._block_weight(layer, "attn", "W_O")
         if weight is None:
-            raise AddressError(f"layer {layer} of {self.name} shows no W_O")
+            why = why_unread(self.model.blocks[layer].attn, "W_O") or "it shows no W_O"
+            raise HeadMismatchError(
+                f"the heads of layer {layer} of {self.name} ({self.kind}) cannot be told apart: "
+                f"{why}. Use by='component', or the whole attn.{layer}."
+            )
         return weight.to(self.device).reshape(self.n_heads, -1, self.d_model)
+
+    def d_head(self, layer: int) -> int:
+        """Width of what a layer's heads mix, also where W_O cannot be read."""
+        weight = self._block_weight(layer, "attn", "W_O")
+        return int(self.cfg.d_head) if weight is None else self.W_O(layer).shape[1]
 
     def b_O(self, layer: int) -> Float[Tensor, " d_model"]:
         """The output bias of an attention layer; zeros where the model has none."""
         return self._bias(self._block_weight(layer, "attn", "b_O"))
 
     def W_out(self, layer: int) -> Float[Tensor, "d_mlp d_model"]:
-        """The output projection of a layer's neurons."""
+        """The output projection of a layer's neurons.
+
+        Raises:
+            NeuronMismatchError: there is no single one that can be read.
+        """
         return self._W_out(layer).to(self.device)
 
     def _W_out(self, layer: int) -> Tensor:
         weight = self._block_weight(layer, "mlp", "W_out")
         if weight is None or weight.ndim != 2:
-            raise AddressError(f"layer {layer} of {self.name} has no single W_out")
+            why = why_unread(self.model.blocks[layer].mlp, "W_out") or "it has no single W_out"
+            raise NeuronMismatchError(
+                f"the neurons of layer {layer} of {self.name} ({self.kind}) cannot be told apart: "
+                f"{why}. Use by='component', or the whole mlp.{layer}."
+            )
         return weight
 
     def n_neurons(self, layer: int) -> int:

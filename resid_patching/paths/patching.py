@@ -90,11 +90,13 @@ def patch_paths(
         share: what of it is worked here.
 
     Raises:
+        HeadMismatchError: a head's hook does not show one vector for each head.
         UnsupportedModelError: the model throws away what is put at a reader's hook, or frozen
             norms were asked of a model that the closed form does not cover.
     """
     shape = (len(senders), len(ends.sets), len(run))
-    require_acting(run.view, [reader for reader in ends.all if isinstance(reader, HeadInput)])
+    sites = (edit.site for sender in senders for edit in sender)
+    require_acting(run.view, [*sites, *(end for end in ends.all if isinstance(end, HeadInput))])
 
     def pieces() -> Iterator[Piece]:
         for chunk in _chunks(run, senders, ends, reading, mlps, routes, share):

@@ -35,8 +35,8 @@ from resid_patching.address import (
     Stream,
     hook_name,
 )
-from resid_patching.errors import AddressError, UnsupportedModelError
-from resid_patching.models import Memory, ModelView, report
+from resid_patching.errors import AddressError, HeadMismatchError, UnsupportedModelError
+from resid_patching.models import Memory, ModelView, report, require
 from resid_patching.prompts import PositionIndex
 
 Fill = Callable[[slice, Tensor], Tensor]
@@ -164,22 +164,27 @@ _acting: Memory[set[str]] = Memory(lambda view: set())
 
 
 def require_acting(view: ModelView, sites: Iterable[Address]) -> None:
-    """Raises where what is put at a head's q, k, v or pattern does not reach the layer's write.
+    """Raises where what is put at a head's hooks is not the head's, or does not act.
 
     TransformerBridge leaves the attention of some models to the wrapped module, and shows its
-    pattern only afterwards: the hook fires, and an edit there is thrown away.
+    pattern only afterwards: the hook fires, and an edit there is thrown away. And where heads mix
+    values of another width than their queries and keys, it lays the hooks out in another way.
 
     Raises:
+        HeadMismatchError: the hook does not show one vector for each head.
         UnsupportedModelError: the edit is thrown away.
         HookNotFiredError: the hook never fires.
     """
-    inside = {hook_name(site): site for site in sites if is_inside_attention(site)}
+    of_heads = [site for site in sites if isinstance(site, Head | HeadNode | HeadInput)]
+    if any(not is_inside_attention(site) for site in of_heads):
+        require(view, "z")
+    inside = {hook_name(site): site for site in of_heads if is_inside_attention(site)}
     if not inside:
         return
     known = _acting.of(view)
     for name in inside.keys() - known:
         site = inside[name]
-        if not _acts(view, name, hook_name(Attn(site.layer))):
+        if not _acts(view, site):
             raise UnsupportedModelError(
                 f"{site} cannot be replaced: {view.name} ({view.kind}) has used the value before "
                 f"its hook {name} shows it, and throws an edit away. Replace z instead."
@@ -193,13 +198,23 @@ def is_inside_attention(site: Address) -> TypeGuard[HeadInput | HeadNode]:
     return is_pattern or isinstance(site, HeadInput)
 
 
-def _acts(view: ModelView, name: str, write: str) -> bool:
-    """Whether noise at a hook changes what the layer writes, on a few tokens."""
-    tokens = torch.arange(min(4, view.n_ctx), device=view.input_device)[None] % view.d_vocab
+def _acts(view: ModelView, site: HeadInput | HeadNode) -> bool:
+    """Whether noise at a hook changes what the layer writes, on a few tokens.
+
+    Raises:
+        HeadMismatchError: the hook is not laid out by heads.
+    """
+    name, write = hook_name(site), hook_name(Attn(site.layer))
+    is_key_value = isinstance(site, HeadInput) and site.which in ("k", "v")
+    count = view.n_kv_heads if is_key_value else view.n_heads
+    n = min(3 if count == 4 else 4, view.n_ctx)  # so that positions are not taken for heads
+    tokens = torch.arange(n, device=view.input_device)[None] % view.d_vocab
     generator = torch.Generator().manual_seed(0)
     seen: list[Tensor] = []
+    shape: list[int] = []
 
     def disturb(activation: Tensor) -> Tensor:
+        shape[:] = activation.shape
         noise = torch.rand(activation.shape, generator=generator, device="cpu")
         return activation + noise.to(activation)
 
@@ -208,4 +223,10 @@ def _acts(view: ModelView, name: str, write: str) -> bool:
 
     view.forward(tokens, {write: read})
     view.forward(tokens, {name: disturb, write: read})
+    by_head = [1, n, count] if isinstance(site, HeadInput) else [1, count, n]
+    if shape[:3] != by_head or len(shape) != 4:
+        raise HeadMismatchError(
+            f"{site} cannot be replaced: {name} of {view.name} ({view.kind}) is laid out as "
+            f"{shape} for {n} tokens and {count} heads. Replace the whole attn.{site.layer}."
+        )
     return not torch.equal(seen[0], seen[-1])
