@@ -14,6 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from functools import cache
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import browser
 import pytest
@@ -72,6 +74,32 @@ def pytest_sessionstart() -> None:
     """Control-C reaches the tests that send it, also where a shell began them in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a parametrised test, `make test` runs the cases of `_each_value_once`; others are full."""
+    tests: dict[Any, list[Any]] = {}
+    for item in items:
+        if hasattr(item, "callspec"):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for cases in tests.values():
+        for case in set(cases).difference(_each_value_once(cases)):
+            case.add_marker("full")
+
+
+def _each_value_once(cases: list[Any]) -> list[Any]:
+    """Choose few cases such that every value of every parameter is in one of them.
+
+    Which values meet is drawn by the test's name, so that different tests have different pairs.
+    """
+    values = {case: set(case.callspec.indices.items()) for case in cases}
+    chosen, missing = [], set().union(*values.values())
+    while missing:
+        best = max(cases, key=lambda c: (len(values[c] & missing), crc32(c.nodeid.encode())))
+        chosen.append(best)
+        missing -= values[best]
+    return chosen
 
 
 @pytest.hookimpl(tryfirst=True)
