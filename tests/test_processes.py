@@ -138,6 +138,13 @@ def test_a_command_that_fails_in_all_processes_says_so_once(found):
     assert said.count("\n") == 1 and "none.txt" in said
 
 
+@pytest.mark.full
+def test_a_team_that_ends_while_gloo_is_busy_ends_well():
+    """Without a group that is left in time, SIGABRT ends one of the processes or both."""
+    code, _, err, _ = launch(*TORCHRUN, "tests/launched.py", "leave")
+    assert code == 0, err[-3000:]
+
+
 # Two processes, the command
 
 
