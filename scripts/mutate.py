@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
 import functools
 import gc
@@ -46,17 +47,17 @@ SWAPS: dict[type, type] = {ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Eq: ast.NotEq, 
 SWAPS |= {ast.In: ast.NotIn, ast.Add: ast.Sub, ast.Mult: ast.Div, ast.BitAnd: ast.BitOr}
 SWAPS |= {ast.And: ast.Or}
 SWAPS |= {new: old for old, new in SWAPS.items()} | {ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult}
-CPU_LIMIT, WALL_LIMIT = (5.0, 5.0), 600
-"""A test has so many CPU seconds and so many times its own; so many seconds on the clock."""
+MORE_SECONDS, TIMES, WALL_LIMIT = 5.0, 5.0, 600
+"""A test has this many times its own CPU seconds and so many more; seconds by the clock."""
 NOT_APPLIED = "not applied"
 TIERS = {"quick": "not real and not gpt2 and not full", "all": "not real and not gpt2"}
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: bytes start to end of a file become `new`, in a statement on lines first to last.
+    """A change: bytes start to end of a file become `new`, in a statement on lines first to last.
 
-    `text` is what is shown: the old code and the new.
+    `shown` is the old code and the new.
     """
 
     file: str
@@ -66,78 +67,56 @@ class Mutant:
     start: int
     end: int
     new: str
-    text: str
+    shown: str
 
     def source(self) -> bytes:
-        """The file with the change; all other lines keep their numbers."""
+        """The file with the change; all lines keep their numbers."""
         old = Path(self.file).read_bytes()
         return old[: self.start] + self.new.encode() + old[self.end :]
+
+    def __str__(self) -> str:
+        return f"{os.path.relpath(self.file)}:{self.line}  {self.shown}"
 
 
 def mutants_of(file: Path) -> Iterator[Mutant]:
     """Every mutant of a file."""
     source = file.read_bytes()
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
-
-    def made(node: Any, changed: ast.AST, lines: tuple[int, int]) -> Mutant:
-        start = starts[node.lineno - 1] + node.col_offset
-        end = starts[node.end_lineno - 1] + node.end_col_offset
-        new, rest = ast.unparse(changed), "\n" * (node.end_lineno - node.lineno)
-        code = f"{new}{rest}" if isinstance(node, ast.stmt) else f"({new}{rest})"
-        old = " ".join(source[start:end].decode().split())
-        return Mutant(str(file), node.lineno, *lines, start, end, code, f"{old}  ->  {new}")
-
-    for node, lines in inside_functions(ast.parse(source)):
-        for part, changed in changes_of(node):
-            yield made(part, changed, lines)
-
-
-def inside_functions(tree: ast.AST) -> Iterator[tuple[Any, tuple[int, int]]]:
-    """Every node of the functions' bodies, with the lines of its statement, or of its head."""
-
-    def walk(node: Any, lines: tuple[int, int] | None) -> Iterator[tuple[Any, tuple[int, int]]]:
-        if lines and isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
-            first = getattr(node, "lineno", lines[0])
-            body = getattr(node, "body", None) or getattr(node, "cases", None)
-            last = max(first, _line(body[0]) - 1) if body else node.end_lineno
-            lines = first, last
-        if lines:
-            yield node, lines
-        if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert):
-            return  # what errors say
-        is_function = isinstance(node, ast.FunctionDef)
-        for name, value in ast.iter_fields(node):
-            if name == "annotation" or (is_function and name != "body"):
-                continue  # code that runs at import
-            for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST):
-                    yield from walk(child, (0, 0) if is_function else lines)
-
-    return walk(tree, None)
+    starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
+    bodies = [f.body for f in ast.walk(ast.parse(source)) if isinstance(f, ast.FunctionDef)]
+    inside = [node for body in bodies for top in body for node in ast.walk(top)]
+    for statement in {
+        (n.lineno, n.col_offset): n for n in inside if isinstance(n, ast.stmt)
+    }.values():
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.Assert):
+            continue
+        parts = list(parts_of(statement))
+        last = max(getattr(part, "end_lineno", 0) for part in parts[1:] or parts)
+        for node, changed in itertools.chain.from_iterable(map(changes_of, parts)):
+            start = starts[node.lineno - 1] + node.col_offset
+            end = starts[node.end_lineno - 1] + node.end_col_offset
+            new, rest = ast.unparse(changed), "\n" * (node.end_lineno - node.lineno)
+            code = f"{new}{rest}" if isinstance(node, ast.stmt) else f"({new}{rest})"
+            shown = f"{' '.join(source[start:end].decode().split())}  ->  {new}"
+            lines = node.lineno, statement.lineno, last
+            yield Mutant(str(file), *lines, start, end, code, shown)
 
 
-def _line(node: Any) -> int:
-    return node.pattern.lineno if isinstance(node, ast.match_case) else node.lineno
+def parts_of(node: ast.AST) -> Iterator[ast.AST]:
+    """A statement and the expressions in it, without the statements in it and what errors say."""
+    yield node
+    if not isinstance(node, ast.Raise | ast.JoinedStr):
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.stmt) and child is not getattr(node, "annotation", None):
+                yield from parts_of(child)
 
 
 def changes_of(node: Any) -> Iterator[tuple[Any, ast.AST]]:
     """Parts of a node, and what may stand in their place."""
-
-    def with_(**fields: Any) -> tuple[Any, ast.AST]:
-        changed = copy.copy(node)
-        for name, value in fields.items():
-            setattr(changed, name, value)
-        return node, changed
-
+    if type(op := getattr(node, "op", None)) in SWAPS:
+        yield node, _with(node, op=SWAPS[type(op)]())
     match node:
         case ast.Compare(ops=[op, *rest]) if type(op) in SWAPS:
-            yield with_(ops=[SWAPS[type(op)](), *rest])
-        case ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in SWAPS:
-            yield with_(op=SWAPS[type(op)]())
-        case ast.BoolOp(op=op):
-            yield with_(op=SWAPS[type(op)]())
+            yield node, _with(node, ops=[SWAPS[type(op)](), *rest])
         case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
             yield node, operand
         case ast.Constant(value=bool() as value):
@@ -156,12 +135,19 @@ def changes_of(node: Any) -> Iterator[tuple[Any, ast.AST]]:
         case ast.Subscript(slice=ast.Name() as index):
             yield index, ast.BinOp(index, ast.Sub(), ast.Constant(1))
     match node:
-        case ast.Expr(value=ast.Call() | ast.Yield() | ast.YieldFrom()) | ast.AugAssign():
+        case (
+            ast.Expr(value=ast.Call() | ast.Yield() | ast.YieldFrom())
+            | ast.Assign(targets=[ast.Attribute() | ast.Subscript()])
+            | (ast.AugAssign() | ast.Raise() | ast.Continue() | ast.Break())
+        ):
             yield node, ast.Pass()
-        case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]) | ast.Raise():
-            yield node, ast.Pass()
-        case ast.Continue() | ast.Break():
-            yield node, ast.Pass()
+
+
+def _with(node: ast.AST, **fields: Any) -> ast.AST:
+    changed = copy.copy(node)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return changed
 
 
 def apply(mutant: Mutant) -> bool:
@@ -170,14 +156,13 @@ def apply(mutant: Mutant) -> bool:
     compiled = module.__spec__.loader.source_to_code  # type: ignore[union-attr]
     old = dict(_codes(compiled(Path(mutant.file).read_bytes(), mutant.file)))
     new = dict(_codes(compiled(mutant.source(), mutant.file)))
-    changed = {key: code for key, code in new.items() if code != old.get(key)}
     n_changed = 0
     for function in [f for f in gc.get_objects() if isinstance(f, types.FunctionType)]:
         code = function.__code__
-        replacement = changed.get((code.co_qualname, code.co_firstlineno))
-        if code.co_filename == mutant.file and replacement is not None:
-            if replacement.co_freevars == code.co_freevars:
-                function.__code__ = replacement
+        key = (code.co_qualname, code.co_firstlineno)
+        if code.co_filename == mutant.file and key in new and new[key] != old[key]:
+            if new[key].co_freevars == code.co_freevars:
+                function.__code__ = new[key]
                 n_changed += 1
     return n_changed > 0
 
@@ -189,53 +174,51 @@ def _codes(code: types.CodeType) -> Iterator[tuple[tuple[str, int], types.CodeTy
             yield from _codes(constant)
 
 
-def in_forks(works: list[Callable[[], Any]], jobs: int, folder: Path) -> Iterator[tuple[int, Any]]:
-    """Do each work in a fork of its own, some at a time; its number and what it returned.
+def in_forks(works: list[Callable[[Path], Any]], jobs: int) -> Iterator[tuple[int, Any]]:
+    """Do each work in a fork of its own, some at a time; its number and what it wrote to its file.
 
-    What a fork returns passes through JSON. One that is killed by a signal returns its name.
+    A work is given the path of its file. Temporary files of the fork lie beside it.
     """
     waiting, running = list(enumerate(works)), {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            number, work = waiting.pop(0)
-            (folder / str(number)).mkdir()
-            pid = os.fork()
-            if pid == 0:
-                _do(work, folder / str(number))
-            running[pid] = number
-        pid, status = os.wait()
-        number = running.pop(pid)
-        if os.WIFSIGNALED(status):
-            found = signal.Signals(os.WTERMSIG(status)).name
-        else:
-            found = json.loads((folder / str(number) / "found").read_text(encoding="utf-8"))
-        shutil.rmtree(folder / str(number))
-        if isinstance(found, dict) and "error" in found:
-            raise RuntimeError(found["error"])
-        yield number, found
+    with tempfile.TemporaryDirectory(prefix="mutate-") as scratch:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                number, work = waiting.pop(0)
+                folder = Path(tempfile.mkdtemp(dir=scratch))
+                pid = os.fork()
+                if pid == 0:
+                    _do(work, folder)
+                running[pid] = number, folder
+            pid, status = os.wait()
+            number, folder = running.pop(pid)
+            if os.WIFEXITED(status) and os.WEXITSTATUS(status):
+                raise RuntimeError((folder / "error").read_text(encoding="utf-8"))
+            found = json.loads((folder / "found").read_text(encoding="utf-8"))
+            shutil.rmtree(folder)
+            yield number, found
 
 
-def _do(work: Callable[[], Any], folder: Path) -> None:
+def _do(work: Callable[[Path], None], folder: Path) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    tempfile.tempdir = str(folder)
     try:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
-        tempfile.tempdir = str(folder)
-        (folder / "found").write_text(json.dumps(work()), encoding="utf-8")
+        work(folder / "found")
     except BaseException:
-        (folder / "found").write_text(json.dumps({"error": traceback.format_exc()}))
-    finally:
-        os._exit(0)
+        (folder / "error").write_text(traceback.format_exc(), encoding="utf-8")
+        os._exit(1)
+    os._exit(0)
 
 
 class Mutating:
     """A pytest plugin: it collects the tests, and tries mutants in place of running them."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self.options, self.folder = options, folder
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
         self.files = [file for t in options.targets for file in sorted(t.rglob("*.py")) or [t]]
         self.failed: str | None = None
-        self.report: dict[str, Any] = {}
+        self.report: list[dict[str, Any]] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -244,66 +227,51 @@ class Mutating:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
-        full = {name for name, item in items.items() if item.get_closest_marker("full")}
         tests = self._map(session.items)
+        for name in items.keys() - tests.keys():
+            print("left out, as it fails on the package as it is:", name)
         mutants = [mutant for file in self.files for mutant in mutants_of(file)]
         if self.options.sample:
             mutants = random.Random(self.options.seed).sample(mutants, self.options.sample)
+        full = {name for name, item in items.items() if item.get_closest_marker("full")}
         order = sorted(tests, key=lambda name: (name in full, tests[name]["seconds"]))
-        touching = [[name for name in order if _runs(tests[name], mutant)] for mutant in mutants]
-        works = [
-            functools.partial(self._try, mutant, [items[name] for name in names], tests)
-            for mutant, names in zip(mutants, touching, strict=True)
-        ]
-        found: dict[int, str | None] = {}
-        (self.folder / "mutants").mkdir()
-        for number, killer in in_forks(works, self.options.jobs, self.folder / "mutants"):
-            found[number] = killer
-            print(
-                f"[{len(found)}/{len(mutants)}] {_shown(asdict(mutants[number]))}: {killer}",
-                flush=True,
-            )
-        self.report = {"tests": len(tests), "left_out": sorted(items.keys() - tests.keys())}
-        self.report["mutants"] = [
-            {
-                **asdict(mutant),
-                "tests": len(names),
-                "killed_by": found[number],
-                "by_quick": found[number] is not None and found[number] not in full,
-            }
-            for number, (mutant, names) in enumerate(zip(mutants, touching, strict=True))
-        ]
+        works, n_tests = [], []
+        for mutant in mutants:
+            names = [name for name in order if _runs(tests[name]["lines"], mutant)]
+            works.append(functools.partial(self._try, mutant, [items[n] for n in names], tests))
+            n_tests.append(len(names))
+        for number, killer in in_forks(works, self.options.jobs):
+            row = {**asdict(mutants[number]), "mutant": str(mutants[number])}
+            row |= {"tests": n_tests[number], "killed_by": killer, "by_full": killer in full}
+            self.report.append(row)
+            print(f"[{len(self.report)}/{len(mutants)}] {mutants[number]}: {killer}", flush=True)
         return True
 
     def _map(self, items: list[pytest.Item]) -> dict[str, Any]:
-        """Of every test that passes: its CPU seconds and the lines that it runs, by file."""
-        by_file: dict[Any, list[pytest.Item]] = {}
-        for item in items:
-            by_file.setdefault(item.path, []).append(item)
-        works = [functools.partial(self._traced, some) for some in by_file.values()]
-        (self.folder / "map").mkdir()
+        """Of every test that passes: its CPU seconds and the lines that it runs."""
+        works = [
+            functools.partial(self._trace, list(some))
+            for _, some in itertools.groupby(items, key=lambda item: item.path)
+        ]
         tests: dict[str, Any] = {}
-        for number, (_, found) in enumerate(
-            in_forks(works, self.options.jobs, self.folder / "map")
-        ):
-            print(f"[{number + 1}/{len(works)}] files of tests mapped", flush=True)
+        for _, found in in_forks(works, self.options.jobs):
             for name, test in found.items():
                 tests[name] = {**test, "lines": set(map(tuple, test["lines"]))}
+            print(f"lines of {len(tests)} of {len(items)} tests", flush=True)
         return tests
 
-    def _traced(self, items: list[pytest.Item]) -> dict[str, Any]:
-        files, lines = set(map(str, self.files)), set()
+    def _trace(self, items: list[pytest.Item], file: Path) -> None:
+        files, lines, found = set(map(str, self.files)), set(), {}
 
         def each_call(frame: types.FrameType, *_: Any) -> Any:
             return each_line if frame.f_code.co_filename in files else None
 
-        def each_line(frame: types.FrameType, event: str, _: Any) -> Any:
+        def each_line(frame: types.FrameType, *_: Any) -> Any:
             lines.add((frame.f_code.co_filename, frame.f_lineno))
             return each_line
 
         threading.settrace(each_call)
         sys.settrace(each_call)
-        found = {}
         for item, after in itertools.pairwise([*items, None]):
             lines.clear()
             self.failed, began = None, time.process_time()
@@ -311,52 +279,42 @@ class Mutating:
             if self.failed is None:
                 seconds = time.process_time() - began
                 found[item.nodeid] = {"seconds": seconds, "lines": list(lines)}
-        return found
+        file.write_text(json.dumps(found), encoding="utf-8")
 
-    def _try(self, mutant: Mutant, items: list[pytest.Item], tests: dict[str, Any]) -> str | None:
-        """The test that fails with this mutant."""
+    def _try(self, mutant: Mutant, items: list[pytest.Item], tests: dict, file: Path) -> None:
+        """Write the test that fails with this mutant, or that the process does not survive."""
         if items and not apply(mutant):
-            return NOT_APPLIED
+            file.write_text(json.dumps(NOT_APPLIED), encoding="utf-8")
+            return
         for item, after in itertools.pairwise([*items, None]):
-            seconds, times = CPU_LIMIT
-            signal.setitimer(signal.ITIMER_PROF, seconds + times * tests[item.nodeid]["seconds"])
+            file.write_text(json.dumps(item.nodeid), encoding="utf-8")
+            limit = MORE_SECONDS + TIMES * tests[item.nodeid]["seconds"]
+            signal.setitimer(signal.ITIMER_PROF, limit)
             signal.alarm(WALL_LIMIT)
-            try:
+            with contextlib.suppress(KeyboardInterrupt, pytest.exit.Exception):
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
-            except (KeyboardInterrupt, pytest.exit.Exception):
-                return item.nodeid
-            if self.failed is not None:
-                return self.failed
-        return None
+                if self.failed is None:
+                    continue
+            return
+        file.write_text("null", encoding="utf-8")
 
 
-def _runs(test: dict[str, Any], mutant: Mutant) -> bool:
-    return any((mutant.file, n) in test["lines"] for n in range(mutant.first, mutant.last + 1))
+def _runs(lines: set[tuple[str, int]], mutant: Mutant) -> bool:
+    return any((mutant.file, line) in lines for line in range(mutant.first, mutant.last + 1))
 
 
-def summary(report: dict[str, Any]) -> str:
-    """The figures, and what survived."""
-    mutants = [m for m in report["mutants"] if m["killed_by"] != NOT_APPLIED]
-    by_quick = [m for m in mutants if m["by_quick"]]
-    killed = [m for m in mutants if m["killed_by"]]
-    alive = [m for m in mutants if not m["killed_by"]]
-    lines = [f"{len(report['left_out'])} tests left out: they fail, skip or don't return unchanged"]
-    lines += [f"survived    {_shown(m)}" for m in alive if m["tests"]]
-    lines += [f"not run     {_shown(m)}" for m in alive if not m["tests"]]
-    lines += [f"full alone  {_shown(m)}  ({m['killed_by']})" for m in killed if not m["by_quick"]]
-    untouched = sum(not m["tests"] for m in alive)
-    lines += [
-        f"{len(mutants)} mutants: {len(killed)} killed, {len(alive) - untouched} survived, "
-        f"{untouched} on lines that no test runs",
-        f"the quick tier kills {len(by_quick)} of {len(mutants)} "
-        f"({len(by_quick) / max(1, len(mutants)):.1%}), "
-        f"{len(by_quick) / max(1, len(killed)):.1%} of those that these tests kill",
-    ]
+def summary(report: list[dict[str, Any]]) -> str:
+    """What survived, and the figures."""
+    rows = [row for row in report if row["killed_by"] != NOT_APPLIED]
+    killed = [row for row in rows if row["killed_by"]]
+    quick = [row for row in killed if not row["by_full"]]
+    lines = [f"survived     {r['mutant']}" for r in rows if not r["killed_by"] and r["tests"]]
+    lines += [f"no test runs {row['mutant']}" for row in rows if not row["tests"]]
+    lines += [f"full alone   {r['mutant']}  ({r['killed_by']})" for r in killed if r["by_full"]]
+    shares = [len(quick) / (len(some) or 1) for some in (rows, killed)]
+    lines.append(f"{len(rows)} mutants, {len(killed)} killed; the quick tier kills {len(quick)}:")
+    lines.append(f"{shares[0]:.1%} of all, and {shares[1]:.1%} of those that these tests kill")
     return "\n".join(lines)
-
-
-def _shown(mutant: dict[str, Any]) -> str:
-    return f"{os.path.relpath(mutant['file'], ROOT)}:{mutant['line']}  {mutant['text']}"
 
 
 def main() -> int:
@@ -372,16 +330,13 @@ def main() -> int:
     parser.add_argument("--tests", nargs="+", default=[str(ROOT / "tests")], help="for pytest")
     options = parser.parse_args()
     options.targets = [t.resolve() for t in options.targets or [PACKAGE / t for t in TARGETS]]
-    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
-        plugin = Mutating(options, Path(folder))
-        words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--capture=sys"]
-        code = pytest.main([*words, "-m", TIERS[options.tier], *options.tests], plugins=[plugin])
-    if not plugin.report:
-        return int(code)
+    plugin = Mutating(options)
+    words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--capture=sys"]
+    code = pytest.main([*words, "-m", TIERS[options.tier], *options.tests], plugins=[plugin])
     if options.json:
         options.json.write_text(json.dumps(plugin.report, indent=1), encoding="utf-8")
     print(summary(plugin.report))
-    return 0
+    return int(code)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def _each_value_once(cases: list[Any]) -> list[Any]:
 
     Which values meet is drawn by the test's name, so that different tests have different pairs.
     """
-    values = {case: set(case.callspec.indices.items()) for case in cases}
+    values = {c: {(name, id(v)) for name, v in c.callspec.params.items()} for c in cases}
     chosen, missing = [], set().union(*values.values())
     while missing:
         best = max(cases, key=lambda c: (len(values[c] & missing), crc32(c.nodeid.encode())))
