@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import copy
 import functools
 import gc
 import itertools
@@ -75,7 +74,7 @@ class Mutant:
         return old[: self.start] + self.new.encode() + old[self.end :]
 
     def __str__(self) -> str:
-        return f"{os.path.relpath(self.file)}:{self.line}  {self.shown}"
+        return f"{os.path.relpath(self.file)}:{self.line}  {self.shown[:120]}"
 
 
 def mutants_of(file: Path) -> Iterator[Mutant]:
@@ -96,9 +95,9 @@ def mutants_of(file: Path) -> Iterator[Mutant]:
             end = starts[node.end_lineno - 1] + node.end_col_offset
             new, rest = ast.unparse(changed), "\n" * (node.end_lineno - node.lineno)
             code = f"{new}{rest}" if isinstance(node, ast.stmt) else f"({new}{rest})"
-            shown = f"{' '.join(source[start:end].decode().split())}  ->  {new}"
+            old = " ".join(source[start:end].decode().split())
             lines = node.lineno, statement.lineno, last
-            yield Mutant(str(file), *lines, start, end, code, shown)
+            yield Mutant(str(file), *lines, start, end, code, f"{old}  ->  {new}")
 
 
 def parts_of(node: ast.AST) -> Iterator[ast.AST]:
@@ -144,10 +143,7 @@ def changes_of(node: Any) -> Iterator[tuple[Any, ast.AST]]:
 
 
 def _with(node: ast.AST, **fields: Any) -> ast.AST:
-    changed = copy.copy(node)
-    for name, value in fields.items():
-        setattr(changed, name, value)
-    return changed
+    return type(node)(**dict(ast.iter_fields(node)) | fields)
 
 
 def apply(mutant: Mutant) -> bool:
@@ -200,15 +196,14 @@ def in_forks(works: list[Callable[[Path], Any]], jobs: int) -> Iterator[tuple[in
 
 def _do(work: Callable[[Path], None], folder: Path) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
+    for output in (1, 2):
+        os.dup2(null, output)
     tempfile.tempdir = str(folder)
     try:
         work(folder / "found")
     except BaseException:
         (folder / "error").write_text(traceback.format_exc(), encoding="utf-8")
-        os._exit(1)
-    os._exit(0)
+    os._exit((folder / "error").exists())
 
 
 class Mutating:
