@@ -19,8 +19,10 @@ STAMP := $(VENV)/.installed
 CONSTRAINTS := .ci/constraints-$(LANE).txt
 PIP_INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check \
 	-c $(CONSTRAINTS)
+PARALLEL := -n auto --dist loadfile
 
-.PHONY: help demo test test-real test-gpt2 lint docs tour bench fuzz check-device clean distclean
+.PHONY: help demo test test-all test-real test-gpt2 lint docs tour bench fuzz check-device clean \
+	distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) \
@@ -31,8 +33,14 @@ demo: $(STAMP) ## direct logit attribution on the shipped model (LANE=tl4: with 
 		--prompt "When Mary and John went to the store, John gave a drink to" \
 		--answer " Mary" --foil " John"
 
-test: $(STAMP) ## the tests that need no large model (LANE=tl4: with TransformerLens 4)
-	$(BIN)/python -m pytest -m "$(TESTS)" -n auto --dist loadfile
+test: $(STAMP) ## the quick tests, in 3 minutes (LANE=tl4: with TransformerLens 4)
+	$(BIN)/python -m pytest -m "$(TESTS) and not gpt2 and not full" $(PARALLEL)
+
+test-all: ## what `make test` leaves out, then every test with TransformerLens 4
+	$(MAKE) --no-print-directory LANE=default .venv/.installed
+	$(MAKE) --no-print-directory LANE=tl4 .venv-tl4/.installed
+	.venv/bin/python -m pytest -m "not real and (full or gpt2)" $(PARALLEL)
+	.venv-tl4/bin/python -m pytest -m "not real and not once" $(PARALLEL)
 
 test-real: $(STAMP) ## prepare SmolLM2-135M, then the tests that need it
 	$(BIN)/python scripts/prepare_smollm2.py

@@ -12,6 +12,7 @@ the others notice at once: their next call raises `LostProcessError`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
@@ -149,6 +150,7 @@ class Team:
         except OutOfMemoryError:
             raise
         except RuntimeError as error:
+            atexit.unregister(_leave)  # nccl would wait for the process that was lost
             raise LostProcessError(
                 f"process {self.rank} of {self.size} lost another, which has ended. What was "
                 "saved is whole."
@@ -209,6 +211,19 @@ def _join(rank: int, size: int) -> None:
     distributed.init_process_group(
         backend, store=_store, rank=rank, world_size=size, timeout=_LONGEST_WAIT
     )
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Ends gloo's threads while Python still runs.
+
+    Such a thread lets go of the tensors of the last collective, for which it needs Python's lock.
+    Where Python is already ending, that ends the thread instead, and the process by SIGABRT.
+    """
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def speaks() -> bool:

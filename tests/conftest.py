@@ -14,6 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from functools import cache
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import browser
 import pytest
@@ -72,6 +74,40 @@ def pytest_sessionstart() -> None:
     """Control-C reaches the tests that send it, also where a shell began them in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a parametrised test, `make test` runs the cases of `_few`; the others are full."""
+    tests: dict[Any, list[Any]] = {}
+    for item in items:
+        if hasattr(item, "callspec"):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for (_, name), cases in tests.items():
+        for case in set(cases).difference(_few(cases, crc32(name.encode()))):
+            case.add_marker("full")
+
+
+def _few(cases: list[Any], seed: int) -> list[Any]:
+    """Choose cases of a test such that every value of every parameter is in one of them.
+
+    Of the models (the parameters `toy` and `cell`) it is every third. Which are taken, and which
+    values meet, differs from test to test.
+    """
+    values = {c: {(name, id(v)) for name, v in c.callspec.params.items()} for c in cases}
+    missing = set().union(*values.values())
+    for name in ("toy", "cell"):
+        models = list(
+            dict.fromkeys(value for c in cases for value in values[c] if value[0] == name)
+        )
+        if len(models) > 3:
+            missing -= {model for n, model in enumerate(models) if (n + seed) % 3}
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda c: (len(values[c] & missing), crc32(c.nodeid.encode())))
+        chosen.append(best)
+        missing -= values[best]
+    return chosen
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,6 +2,7 @@
 
 torchrun ... tests/launched.py compare FILE      one fit each way; what was found, as JSON
 torchrun ... tests/launched.py kill STEP ARGS    the command ARGS; process 1 is killed at STEP
+torchrun ... tests/launched.py leave             ends while gloo's threads are busy
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -221,5 +223,28 @@ def kill(step: str, *argv: str) -> int:
         return main([*argv])
 
 
+def leave() -> None:
+    """Ends as a thread of gloo waits for Python's lock, to let go of the last collective.
+
+    The threads get no time until the collective has returned, and the lock is not passed on.
+    """
+    team = rp.team()
+    team.gather(None)
+    sys.setswitchinterval(60)
+    threads = [int(name) for name in os.listdir("/proc/self/task") if int(name) != os.getpid()]
+    cores = os.sched_getaffinity(0)
+    for thread in [0, *threads]:
+        os.sched_setaffinity(thread, {min(cores)})
+    for thread in threads:
+        os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+    team.gather(None)
+    for thread in threads:
+        os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+        os.sched_setaffinity(thread, cores)
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        pass
+
+
 if __name__ == "__main__":
-    sys.exit({"compare": compare, "kill": kill}[sys.argv[1]](*sys.argv[2:]))
+    sys.exit({"compare": compare, "kill": kill, "leave": leave}[sys.argv[1]](*sys.argv[2:]))

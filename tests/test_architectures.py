@@ -24,6 +24,7 @@ import resid_patching as rp
 from resid_patching.errors import UnsupportedModelError
 from resid_patching.lens.readout import LensReadout
 
+pytestmark = pytest.mark.full
 GPT2 = BRIDGES[0]
 
 EVERY = not zoo.HAS_HOOKED or os.environ.get("RESID_PATCHING_EVERY_BRIDGE") == "1"

@@ -12,7 +12,7 @@ from resid_patching.cli import main
 from resid_patching.cli.page import Page
 from resid_patching.plots.base import lay_out
 
-pytestmark = [pytest.mark.browser, pytest.mark.once]
+pytestmark = [pytest.mark.browser, pytest.mark.once, pytest.mark.full]
 
 EVIL = "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\">"
 PROMPT = ["--model", "demo", "--prompt", f"{EVIL} Mary gave"]

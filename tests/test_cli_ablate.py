@@ -423,6 +423,7 @@ def test_a_text_that_is_not_utf8_is_refused(capsys, tmp_path, model):
     assert code == 2 and "is not UTF-8" in err
 
 
+@pytest.mark.full
 def test_help_answers_at_once_and_without_torch():
     code = "import sys; from resid_patching.cli import main\n"
     code += "main(['ablate', 'mean', '--help']); main(['ablate', '--help']); "
@@ -440,7 +441,6 @@ def test_help_answers_at_once_and_without_torch():
 
 @pytest.mark.real
 @pytest.mark.shared
-@pytest.mark.slow
 def test_the_two_experiments_on_prose(capsys, tmp_path, smollm2_dir, shared_dir):
     prose = shared_dir / "data" / "text" / "wikitext2_raw_test.txt"
     found, out = effect_of(

@@ -29,7 +29,7 @@ from resid_patching.errors import NotFiniteError, PromptError, TokenError
 from resid_patching.files import write_bytes
 from resid_patching.lens import resume
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.full]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "scripts"))

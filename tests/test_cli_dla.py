@@ -1,6 +1,8 @@
 """`resid-patching dla` as its users meet it: output, files, errors, encodings."""
 
+import contextlib
 import csv
+import io
 import json
 import os
 import subprocess
@@ -45,9 +47,9 @@ def one_error_line(err: str) -> str:
 @pytest.fixture(scope="module")
 def shown() -> str:
     """What the command prints for the demo's own prompt."""
-    done = in_process(*BASE[1:], "--answer", " Mary", "--foil", " John")
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode()
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*BASE, "--answer", " Mary", "--foil", " John"]) == 0
+    return out.getvalue()
 
 
 def test_the_output_names_the_model_its_state_the_tokens_and_the_sum(shown):
@@ -104,6 +106,7 @@ def test_several_prompts_are_summarised_by_a_mean_that_says_so(capsys, tmp_path)
     assert code == 0 and "mean over 2 prompts, and standard deviation" in out
 
 
+@pytest.mark.full
 def test_without_a_model_the_shipped_one_stands_in_and_says_so(tmp_path):
     target = tmp_path / "o.json"
     done = in_process(
@@ -167,6 +170,7 @@ def test_a_failing_write_leaves_the_old_file(capsys, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["o.json"]
 
 
+@pytest.mark.full
 def test_C01_output_and_help_survive_a_cp1252_stdout():
     done = in_process(*BASE[1:], "--prompt", "é → 😀", PYTHONIOENCODING="cp1252")
     assert done.returncode == 0, done.stderr.decode("cp1252")
@@ -175,6 +179,7 @@ def test_C01_output_and_help_survive_a_cp1252_stdout():
     assert helped.returncode == 0
 
 
+@pytest.mark.full
 def test_C03_prompt_files_are_utf8_whatever_the_locale(capsys, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_bytes("François went to the store\n".encode())
@@ -185,6 +190,7 @@ def test_C03_prompt_files_are_utf8_whatever_the_locale(capsys, tmp_path):
     assert code == 2 and "is not UTF-8 text (byte 4)" in one_error_line(err)
 
 
+@pytest.mark.full
 def test_C05_an_emoji_prompt_degrades_on_a_console_that_cannot_show_it():
     done = in_process("--model", "demo", "--prompt", "Mary 😀 went", PYTHONIOENCODING="ascii")
     assert done.returncode == 0 and done.stdout.isascii()
@@ -209,6 +215,7 @@ def test_a_missing_leading_space_is_warned_about_with_both_ids(capsys):
     assert code == 0 and "warning: the answer 'Mary' is token" in err and "' Mary' is token" in err
 
 
+@pytest.mark.full
 def test_a_closed_pipe_is_no_error():
     command = (
         f"{sys.executable} {REPOSITORY / 'scripts' / 'dla.py'} --model demo --prompt x | head -1"

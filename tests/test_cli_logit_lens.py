@@ -313,6 +313,7 @@ def test_L15_C01_any_text_on_any_stream(monkeypatch, model, encoding, flags):
         assert (places[-1], "resid_post.2") in cells
 
 
+@pytest.mark.full
 def test_C01_the_script_runs_on_a_legacy_stream(model):
     done = subprocess.run(
         [sys.executable, "scripts/logit_lens.py", "--prompt", TEXT, "--model", model],

@@ -353,6 +353,7 @@ def test_P19_the_two_directions_are_two_experiments_and_both_say_which(capsys, t
     assert there < 0 and abs(there + back) > 0.05
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
 def test_C01_redirected_output_is_plain_in_any_encoding(tmp_path, encoding):
     argv = [sys.executable, str(REPOSITORY / "scripts" / "path_patch.py"), "--sweep", "heads"]
@@ -478,6 +479,7 @@ def test_flags_are_checked_before_a_model_is_loaded(capsys):
     assert code == 2 and "no-such-file" in err
 
 
+@pytest.mark.full
 def test_help_answers_at_once_and_without_torch():
     code = "import sys; from resid_patching.cli import main\n"
     code += "main(['path-patch', '--help']); main(['--help'])\n"

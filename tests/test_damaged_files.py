@@ -23,7 +23,7 @@ from resid_patching.errors import (
 )
 from resid_patching.lens import checkpoint, fit, legacy, resume
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.full]
 
 backends = pytest.mark.parametrize("backend", zoo.BACKENDS)
 SEEDS = 60

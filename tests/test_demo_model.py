@@ -47,6 +47,7 @@ def test_the_card_promises_what_is_asked_of_it():
     assert figure("indirect object, with BOS: mean logit difference") >= 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [0, 1])
 def test_knocking_out_the_heads_found_destroys_accuracy_and_others_do_not(seed):
     found = script("knock_out").knock_out(n_prompts=64, n_heads=2, seed=seed)

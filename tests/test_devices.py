@@ -24,6 +24,7 @@ from torch import Tensor
 
 import resid_patching as rp
 
+pytestmark = pytest.mark.full
 BASE = [[1, 2, 3, 4, 5], [7, 8, 9, 1, 2]]
 SOURCE = [[2, 2, 5, 4, 5], [7, 3, 9, 4, 2]]
 ANSWER, FOIL = 3, 4

@@ -77,7 +77,7 @@ def replaced(text, stand_ins):
 
 
 @pytest.mark.once
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::resid_patching.errors.UnverifiedLensWarning")
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=name_of)
 def test_the_python_of_a_page_runs_from_its_first_block_to_its_last(page, at_home):
@@ -104,7 +104,7 @@ def test_every_fence_of_a_page_says_what_it_holds(page):
 
 
 @pytest.mark.once
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_commands_of_all_pages_succeed(at_home, capsys):
     assert len(COMMANDS) > 10
     for page, line in COMMANDS:

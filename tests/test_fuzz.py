@@ -11,7 +11,7 @@ from pathlib import Path
 import command_lines
 import pytest
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.full]
 
 PATH = Path(__file__).resolve().parent.parent / "scripts" / "fuzz.py"
 

@@ -83,14 +83,14 @@ def check_unreachable(outcomes):
         assert seconds < 5
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_closed_hub_is_decided_in_five_seconds(tmp_path):
     outcomes = load_in_a_child(tmp_path, "gpt2", *zoo.BACKENDS, "auto")
     check_unreachable(outcomes)
     assert "the hub does not answer" in outcomes[0][2]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_hub_that_never_answers_is_decided_in_five_seconds(tmp_path, hanging_endpoint):
     check_unreachable(load_in_a_child(tmp_path, "gpt2", "auto", endpoint=hanging_endpoint))
 
@@ -118,7 +118,7 @@ def cache(tmp_path_factory):
     return home
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_cached_model_is_loaded_without_a_hub(cache):
     """On every backend, and it is the model of the cache, with its commit."""
     outcomes = load_in_a_child(cache, "gpt2", *zoo.BACKENDS)

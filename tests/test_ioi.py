@@ -56,7 +56,7 @@ def written(tmp_path_factory):
 # What it finds
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_demo_models_answers_rest_on_the_heads_found_and_not_on_random_others(view, seed):
     found = study_of(view, seed=seed)
@@ -257,7 +257,7 @@ def test_a_missing_folder_or_plotly_is_noticed_before_the_model_is_loaded(
     assert "pip install 'resid-patching[plots]'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_script_runs_by_itself_from_another_folder(tmp_path):
     argv = [sys.executable, str(SCRIPTS / "ioi.py"), *SMALL, "--corrupt", "swap"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
@@ -269,7 +269,6 @@ def test_the_script_runs_by_itself_from_another_folder(tmp_path):
 
 
 @pytest.mark.real
-@pytest.mark.slow
 def test_the_strongest_heads_of_a_real_model_are_stable_and_soon_found(smollm2_dir):
     view = rp.ModelView(rp.load(smollm2_dir))
     strongest = []

@@ -93,6 +93,7 @@ def child(backend, rounds, planted="leak = lambda number: None", warm=10):
     return json.loads(found.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts by Linux's /proc")
 def test_rounds_of_every_analysis_leave_nothing():
     """On a HookedTransformer where there is one, on a TransformerBridge in TransformerLens 4."""
@@ -102,6 +103,7 @@ def test_rounds_of_every_analysis_leave_nothing():
     assert after - before < 12 * 2**20, f"{(after - before) / 2**20:.1f} MiB in {ROUNDS} rounds"
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts by Linux's /proc")
 def test_what_a_round_leaves_is_counted():
     """The twin: a hook, a tensor and an open file are left in each of five rounds."""

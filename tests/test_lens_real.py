@@ -19,7 +19,7 @@ from resid_patching.lens.loop import Layer, Plan, equip, take_step, windows_of
 from resid_patching.lens.tuned import site_rows
 from resid_patching.lens.unembed import Unembedding
 
-pytestmark = [pytest.mark.real, pytest.mark.slow]
+pytestmark = pytest.mark.real
 
 TOKENS, HELD_OUT, LENGTH = 16_384, 1_024, 128
 STEPS = {"steps": 24, "step_tokens": 256, "step_windows": 4}

@@ -580,7 +580,7 @@ def test_L17_unusual_unembedding_rows_are_not_hidden():
     assert "Nothing is renormalised" in (readout.__doc__ or "")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_memory_does_not_grow_with_layers_times_positions_times_vocabulary():
     import resource
 

@@ -88,7 +88,7 @@ print(json.dumps([before, after, seen]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("backend", zoo.BACKENDS)
 def test_D16_all_neurons_of_gpt2_small_at_32_positions_cost_under_200_megabytes(backend):

@@ -957,14 +957,6 @@ def direct_path(toy, sender, component):
         return tool(model, corrupted, *caches, metric, *sender, component, verbose=False)
 
 
-@pytest.mark.parametrize("toy", [t for t in TOYS if "bridge" in str(t)], ids=str)
-def test_frozen_paths_to_queries_agree_with_transformerlens(toy):
-    own_tool()
-    if toy.parallel or "folded" in str(toy):
-        pytest.skip("its tool takes raw sequential blocks")
-    compare_with_own_tool(toy, "q")
-
-
 @pytest.mark.parametrize("component", ["q", "k", "v"])
 def test_the_reference_agrees_with_transformerlens(component):
     own_tool()
@@ -980,8 +972,9 @@ def test_the_reference_agrees_with_transformerlens(component):
             assert float((mean - theirs[layer, head]).abs()) < 1e-6 * largest(base.clean)
 
 
-@pytest.mark.parametrize("component", ["k", "v"])
-def test_frozen_paths_to_keys_and_values_agree_with_transformerlens(component):
+@pytest.mark.parametrize("component", ["q", "k", "v"])
+def test_frozen_paths_agree_with_transformerlens(component):
+    """On GPT-2: its tool takes raw sequential blocks, with as many keys as queries."""
     compare_with_own_tool(GPT2, component)
 
 

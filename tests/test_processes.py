@@ -75,6 +75,7 @@ def found(tmp_path_factory):
     return every
 
 
+@pytest.mark.full
 def test_the_team_gathers_in_order_and_sums(found):
     for each in found:
         assert each["size"] == 2
@@ -82,10 +83,12 @@ def test_the_team_gathers_in_order_and_sums(found):
         assert each["team"]["broadcast"] == "from 0" and each["team"]["sum"] == [3, 3]
 
 
+@pytest.mark.full
 def test_shared_statistics_are_those_of_one_process(found):
     assert all(each["statistics"] < 1e-13 for each in found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fit", "tolerance"),
     [("ridge", 1e-10), ("adam", 1e-10), ("muon", 1e-5), ("sgd", 1e-5), ("idle", 1e-5)],
@@ -97,12 +100,14 @@ def test_a_fit_of_two_processes_is_that_of_one_and_the_same_in_both(found, fit, 
     assert first["sum"] == second["sum"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("which", ["begun", "ended"])
 def test_a_fit_goes_on_with_another_number_of_processes(found, which):
     gap = found[0]["resumed"][which]
     assert gap["translators"] <= 1e-5 and gap["kl"] <= 1e-5 and gap["moved"] > 0.1
 
 
+@pytest.mark.full
 def test_a_stream_is_read_once_over_all_processes(found):
     first, second = (each["stream"] for each in found)
     assert first["read"] == list(range(len(first["read"]))) and len(first["read"]) > 100
@@ -111,6 +116,7 @@ def test_a_stream_is_read_once_over_all_processes(found):
     assert len({*first["hashes"], *second["hashes"]}) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -125,10 +131,18 @@ def test_what_fails_in_one_process_fails_in_all_and_by_name(found, case, words):
         assert each["errors"][case].startswith(words)
 
 
+@pytest.mark.full
 def test_a_command_that_fails_in_all_processes_says_so_once(found):
     assert [each["errors"]["code"] for each in found] == [2, 2]
     said = "".join(each["errors"]["stderr"] for each in found)
     assert said.count("\n") == 1 and "none.txt" in said
+
+
+@pytest.mark.full
+def test_a_team_that_ends_while_gloo_is_busy_ends_well():
+    """Without a group that is left in time, SIGABRT ends one of the processes or both."""
+    code, _, err, _ = launch(*TORCHRUN, "tests/launched.py", "leave")
+    assert code == 0, err[-3000:]
 
 
 # Two processes, the command
@@ -148,6 +162,7 @@ def fitted(tmp_path_factory):
     return command, folder, killed
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_a_killed_process_ends_the_command_with_one_line(fitted):
     _, folder, (code, out, err, seconds) = fitted
@@ -160,6 +175,7 @@ def test_a_killed_process_ends_the_command_with_one_line(fitted):
     assert [path.name for path in (folder / "killed").iterdir()] == [resume.STATE]
 
 
+@pytest.mark.full
 @pytest.mark.once
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_killed_fit_goes_on_to_the_unbroken_fit(fitted, tmp_path, processes):

@@ -9,7 +9,7 @@ import zoo
 import resid_patching as rp
 from resid_patching.models import ModelView
 
-pytestmark = [pytest.mark.real, pytest.mark.slow]
+pytestmark = pytest.mark.real
 backends = pytest.mark.parametrize("backend", zoo.BACKENDS)
 
 PROMPT = "When Mary and John went to the store, John gave a drink to"

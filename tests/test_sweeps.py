@@ -402,6 +402,7 @@ def launched(tmp_path_factory, model):
     return folder, told, code, err, waited
 
 
+@pytest.mark.full
 @pytest.mark.once
 @pytest.mark.parametrize("name", SWEEPS)
 def test_two_processes_find_what_one_finds(launched, name):
@@ -418,6 +419,7 @@ def test_two_processes_find_what_one_finds(launched, name):
         assert_equal(sweep(name, rows=folder / f"{name}.jsonl"), alone)
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_processes_that_were_given_different_prompts_are_refused_in_all(launched):
     for told in launched[1]:
@@ -448,6 +450,7 @@ def by_one(tmp_path_factory, model):
 COMMANDS = (("ablate", ablate_line, "script"), ("path-patch", path_line, "path-patch"))
 
 
+@pytest.mark.full
 @pytest.mark.once
 @pytest.mark.parametrize("launcher", ["launched", "accelerated"])
 def test_commands_share_their_sweeps_and_one_process_speaks(launcher, by_one, request):
@@ -466,6 +469,7 @@ def test_commands_share_their_sweeps_and_one_process_speaks(launcher, by_one, re
         assert together == alone
 
 
+@pytest.mark.full
 @pytest.mark.once
 def test_a_killed_process_ends_the_sweep_and_one_process_finishes_it(launched, counted, model):
     folder, _, code, err, waited = launched

@@ -59,7 +59,7 @@ def test_every_figure_has_a_picture_that_needs_no_script(kept):
     assert "<script" not in json.dumps(kept)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_runs_in_minutes_and_shows_the_numbers_that_it_holds(kept):
     tour = pytest.importorskip("tour", reason="nbclient and ipykernel are not installed")
     start = time.monotonic()

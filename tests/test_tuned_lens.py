@@ -31,12 +31,18 @@ def assert_close(left, right, tolerance=1e-10):
 # The start
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@cells
+DTYPES = [(cell, torch.float64) for cell in zoo.MATRIX]
+DTYPES += [
+    (cell, dtype)
+    for cell in zoo.MATRIX
+    for dtype in (torch.float32, torch.bfloat16)
+    if not cell.grouped and not cell.tied
+]
+
+
+@pytest.mark.parametrize(("cell", "dtype"), DTYPES, ids=str)
 @backends
 def test_the_start_is_the_logit_lens_bit_for_bit(backend, cell, dtype):
-    if dtype != torch.float64 and (cell.grouped or cell.tied):
-        pytest.skip("covered in float64")
     model = zoo.build(backend, cell, dtype)
     run = rp.capture(model, zoo.RAGGED)
     lens, tuned = rp.logit_lens(run), rp.TunedLens.identity(model)(run)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 # name -> expression that must raise, class of the error, part of its message
 MISTAKES = {
     "no model": ("rp.capture('gpt2', [1, 2])", "TypeError", 'Load one with rp.load("gpt2")'),

@@ -14,7 +14,7 @@ import zoo
 import resid_patching as rp
 from resid_patching.errors import AnswerWarning
 
-pytestmark = [pytest.mark.gpt2, pytest.mark.slow]
+pytestmark = pytest.mark.gpt2
 backends = pytest.mark.parametrize("backend", zoo.BACKENDS)
 
 SHOPS = "When John and Mary went to the shops, John gave the bag to"

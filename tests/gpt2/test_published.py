@@ -41,7 +41,6 @@ def exact_gelu(gpt2_source, tmp_path_factory):
 
 
 @pytest.mark.gpt2
-@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ENTRIES))
 def test_published(name, gpt2_source, request, shared_dir):
     entry, reference = ENTRIES[name], shared_dir / REFERENCE

@@ -68,6 +68,7 @@ def check(stand_in, folder, backend, dtype, name):
 
 
 @pytest.mark.shared
+@pytest.mark.full
 @entries
 def test_slm4096(name, shared_dir):
     check(SLM4096, shared_dir / "data/models/slm4096", zoo.BACKENDS[0], torch.float64, name)
@@ -83,7 +84,6 @@ for _name, _entry in ENTRIES.items():
 
 
 @pytest.mark.real
-@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ONE_EACH.values()))
 def test_smollm2(name, smollm2_dir):
     """In float64: what one head of a large model does drowns in the rounding of float32."""

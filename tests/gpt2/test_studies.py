@@ -25,7 +25,6 @@ def prose(shared_dir, n):
 
 
 @pytest.mark.gpt2
-@pytest.mark.slow
 @pytest.mark.shared
 @pytest.mark.parametrize(
     ("target", "least", "most"), [("attn.6", 1.05, 1.4), ("resid_pre.6", 100.0, 1e9)]
@@ -38,7 +37,6 @@ def test_perplexity_without_a_layer_and_without_the_stream(
 
 
 @pytest.mark.gpt2
-@pytest.mark.slow
 def test_the_study_finds_the_heads_of_the_circuit(gpt2_source):
     found = circuit(rp.load(gpt2_source), 64)
     assert set(found.movers[:3]) == NAME_MOVERS
@@ -48,6 +46,7 @@ def test_the_study_finds_the_heads_of_the_circuit(gpt2_source):
 
 
 @pytest.mark.shared
+@pytest.mark.full
 @pytest.mark.parametrize("target", ["attn.2", "resid_pre.2"])
 def test_the_ratio_is_that_of_a_slow_route(shared_dir, target):
     folder, text, length = shared_dir / "data/models/slm4096", prose(shared_dir, 300), 64
@@ -68,6 +67,7 @@ def test_the_ratio_is_that_of_a_slow_route(shared_dir, target):
     assert abs(expected - 1) > 0.01
 
 
+@pytest.mark.full
 def test_the_circuit_of_the_shipped_model_is_named_by_strength():
     model = rp.load("demo", backend=zoo.BACKENDS[0])
     found = circuit(model, 16)
