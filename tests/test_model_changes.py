@@ -46,9 +46,9 @@ def change(function):
 
 def weight(model, layer: int = 1) -> torch.nn.Parameter:
     """Return the matrix by which a layer's MLP writes to the stream."""
-    names = (f"blocks.{layer}.mlp.W_out", f"blocks.{layer}", "mlp", "c_proj.weight")
+    parts = (f"blocks.{layer}.", "mlp", "c_proj", "weight")
     for name, parameter in model.named_parameters():
-        if name == names[0] or all(part in name for part in names[1:]):
+        if name.endswith(f"{layer}.mlp.W_out") or all(part in name for part in parts):
             return parameter
     raise AssertionError("no such matrix")
 
@@ -203,7 +203,8 @@ def a_pytorch_hook(model):
 
 @change
 def a_pytorch_hook_before(model):
-    return model.ln_final.register_forward_pre_hook(lambda m, i: (i[0] * 1.1 + 0.1,)).remove
+    stretch = torch.linspace(0.5, 1.5, zoo.D_MODEL, dtype=torch.float64)
+    return model.ln_final.register_forward_pre_hook(lambda m, i: (i[0] * stretch.to(i[0]),)).remove
 
 
 @change
