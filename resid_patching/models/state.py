@@ -69,11 +69,11 @@ class State:
     def _keep(self, look: Look) -> None:
         self._mark = look.mark()
         # An identity says something only while nothing else can have taken its place.
-        self._held = [_Function(value) for value in look.functions()]
+        self._held = [_weak(function) for function in look.functions()]
 
     def is_seen_by(self, look: Look) -> bool:
         """Whether a first look sees this state."""
-        return look.mark() == self._mark and all(f.is_alive for f in self._held)
+        return look.mark() == self._mark and None not in [held() for held in self._held]
 
     def changes(self, look: Look) -> list[str]:
         """What is different now, in words; none where nothing that is computed with is.
@@ -150,22 +150,26 @@ class Look:
 
     def begin(self) -> None:
         """Lists the model's modules anew, after some were replaced."""
+        # Written out in place: each is done for every attribute of every module.
         self.modules = list(self.model.modules())
-        configs = {id(c): c for m in self.modules for c in vars(m).values() if _is_config(c)}
         self._classes = list({type(module) for module in self.modules})
-        of_points = [m for m in self.modules if hasattr(m, "fwd_hooks")]
-        others = [m for m in self.modules if not hasattr(m, "fwd_hooks")]
-        self._all = [vars(m)[name] for m in self.modules for name in _REGISTERS]
-        self._all += [vars(m) for m in self.modules] + list(_GLOBAL_HOOKS)
-        registers = [register for register in self._all[: -len(_GLOBAL_HOOKS)] if register]
-        points = {id(vars(m)) for m in of_points}
-        # A hook point is read for its hooks alone: `_all` sees what is added to it.
-        self._read = [r for r in registers if id(r) not in points] + list(_GLOBAL_HOOKS)
+        points = [vars(m) for m in self.modules if "fwd_hooks" in vars(m)]
+        others = [vars(m) for m in self.modules if "fwd_hooks" not in vars(m)]
+        configs = {
+            id(value): value
+            for attributes in others
+            for value in attributes.values()
+            if type(value).__name__.endswith("Config")
+        }
         self._configs = [vars(config) for config in configs.values()]
-        self._flags = [vars(module) for module in others]
-        registers = [vars(m)[kind] for m in self.modules for kind in _TENSORS]
-        tensors = {id(t): t for r in registers for t in r.values() if t is not None}
+        # Everything is seen to grow. A hook point is read for its hooks alone.
+        registers = [vars(m)[name] for m in self.modules for name in _REGISTERS]
+        self._all = [*registers, *points, *others, *_GLOBAL_HOOKS]
+        self._read = [*filter(None, registers), *others, *_GLOBAL_HOOKS]
+        weights = [vars(m)[kind] for m in self.modules for kind in _TENSORS if vars(m)[kind]]
+        tensors = {id(t): t for register in weights for t in register.values() if t is not None}
         self._plain = [tensor for tensor in tensors.values() if _is_plain(tensor)]
+        self._counted = [tensor for tensor in self._plain if not tensor.is_inference()]
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for tensor in self._plain:
             kinds.setdefault((tensor.device, tensor.dtype), []).append(_sampled(tensor))
@@ -180,14 +184,15 @@ class Look:
             list(map(id, values)),
             list(map(id, settings)),
             [id(cls.forward) for cls in self._classes],
-            [(t.data_ptr(), t.dtype, _version(t)) for t in self._plain],
+            [(tensor.data_ptr(), tensor.dtype) for tensor in self._plain],
+            [tensor._version for tensor in self._counted],
             [_hash(torch.cat(tensors)) for tensors in self._samples],
         )
 
-    def functions(self) -> Iterator[Any]:
+    def functions(self) -> list[Any]:
         """The functions whose identity the mark holds."""
-        for values in map(dict.values, (*self._read, *self._configs)):
-            yield from filter(_is_function, values)
+        values = itertools.chain.from_iterable(map(dict.values, (*self._read, *self._configs)))
+        return [value for value in values if callable(value) and _is_function(value)]
 
 
 class _Part:
@@ -321,16 +326,28 @@ def _settings(module: torch.nn.Module) -> dict[str, Any]:
     """Numbers, flags and functions of a module and of its configurations."""
     if hasattr(module, "fwd_hooks"):
         return {key: _Function(vars(module)[key]) for key in ("forward",) if key in vars(module)}
-    found: dict[str, Any] = {}
     by_length = length_ropes([module])
+    found: dict[str, Any] = {}
     for key, value in vars(module).items():
         # What a module notes about itself while it runs is private.
-        if key.startswith("_") or key in _UNREAD or (by_length and isinstance(value, float | int)):
+        if key.startswith("_") or key in _UNREAD:
             continue
-        if _is_config(value):
-            settings = {k: _simple(v) for k, v in vars(value).items() if k not in _UNREAD}
-            found |= {f"{key}.{k}": v for k, v in settings.items() if v is not _OTHER}
-        elif (simple := _simple(value)) is not _OTHER:
+        if isinstance(value, _SIMPLE):
+            if not (by_length and isinstance(value, float | int)):
+                found[key] = value
+        elif type(value).__name__.endswith("Config"):
+            found |= {f"{key}.{k}": v for k, v in _comparable(vars(value)).items()}
+        else:
+            found |= _comparable({key: value})
+    return found
+
+
+def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
+    """Those settings whose values can be compared later."""
+    found = {}
+    for key, value in settings.items():
+        simple = value if isinstance(value, _SIMPLE) else _simple(value)
+        if simple is not _OTHER and key not in _UNREAD:
             found[key] = simple
     return found
 
@@ -346,29 +363,22 @@ def _simple(value: Any) -> Any:
         items = [_simple(item) for item in value]
         return _OTHER if any(item is _OTHER for item in items) else items
     if isinstance(value, dict):
-        return {str(key): item for key, v in value.items() if (item := _simple(v)) is not _OTHER}
+        return _comparable({str(key): item for key, item in value.items()})
     return _Function(value) if _is_function(value) else _OTHER
-
-
-def _is_config(value: Any) -> bool:
-    return type(value).__name__.endswith("Config") and hasattr(value, "__dict__")
 
 
 def _tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and buffer by name, once, but tables made anew for an input's length."""
     seen: set[int] = set()
     for name, module in model.named_modules():
-        by_length = length_ropes([module])
         for kind in _TENSORS:
-            for key, tensor in vars(module)[kind].items():
-                if tensor is None or id(tensor) in seen or (by_length and kind == "_buffers"):
-                    continue
-                seen.add(id(tensor))
-                yield f"{name}.{key}" if name else key, tensor
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+            register = vars(module)[kind]
+            if not register or (kind == "_buffers" and length_ropes([module])):
+                continue
+            for key, tensor in register.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield f"{name}.{key}" if name else key, tensor
 
 
 @torch.no_grad()
