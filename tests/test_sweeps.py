@@ -302,6 +302,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.full
 def test_a_text_keeps_its_groups_of_windows_apart(capsys, tmp_path, monkeypatch, counted, model):
     monkeypatch.setattr(text, "GROUP_TOKENS", 100)
     prose = tmp_path / "prose.txt"
