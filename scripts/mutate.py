@@ -105,7 +105,9 @@ def parts_of(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     if not isinstance(node, ast.Raise | ast.JoinedStr):
         for child in ast.iter_child_nodes(node):
-            if not isinstance(child, ast.stmt) and child is not getattr(node, "annotation", None):
+            is_guard = isinstance(child, ast.keyword) and child.arg == "strict"  # of zip
+            is_left_out = is_guard or child is getattr(node, "annotation", None)
+            if not isinstance(child, ast.stmt) and not is_left_out:
                 yield from parts_of(child)
 
 

@@ -282,6 +282,7 @@ def text_flags(model, prose, *more):
     return ["--model", model, "--text", str(prose), "--length", "32", *more]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("metric", ["loss", "kl"])
 def test_a_text_in_groups_is_the_text_at_once(capsys, tmp_path, model, prose, small_pieces, metric):
     found, out = effect_of(

@@ -151,6 +151,7 @@ def test_readers_of_one_kind_are_swept(capsys, tmp_path, model, pair, which):
     assert len(rows_of(out, "path")) == n_paths
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["IO", "S1", "S1+1", "S2", "END", None])
 def test_indirect_object_prompts_name_their_positions(capsys, tmp_path, name):
     demo = rp.load("demo")

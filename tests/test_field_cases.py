@@ -619,6 +619,7 @@ def test_M09_a_tied_embedding_stays_and_the_folded_unembedding_is_read(backend, 
     assert torch.equal(folded.W_E, before)
 
 
+@pytest.mark.full
 @backends
 def test_M10_a_model_that_is_loaded_again_and_again_is_freed_each_time(backend):
     alive = []

@@ -369,6 +369,7 @@ def test_a_first_step_is_of_the_rate_in_the_layers_own_units(optimizer):
     assert weight.trace() < -0.01
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["muon", "adam", "sgd"])
 @backends
 def test_every_translator_beats_the_logit_lens_on_text_it_never_saw(backend, optimizer):
@@ -795,6 +796,7 @@ def test_held_tokens_give_the_mean_kl_of_a_lens():
 # A model over several devices
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_fit_of_a_model_split_over_devices_is_that_of_the_whole_model(name):
     whole = quick(zoo.fresh_named(name, dtype=torch.float32))

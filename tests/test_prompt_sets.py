@@ -67,6 +67,7 @@ def indirect(model, n=40, *, seed=0, corrupt="names", **options):
 # Indirect objects
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("corrupt", ["names", "swap"])
 def test_the_demo_model_solves_every_template(demo, corrupt):
     pairs = indirect(demo, 160, corrupt=corrupt)
@@ -365,6 +366,7 @@ def test_K12_an_answer_without_its_space_is_kept_and_warned_of(write, demo):
 # With the vocabularies of real models
 
 
+@pytest.mark.full
 @pytest.mark.shared
 @pytest.mark.parametrize("corrupt", ["names", "swap"])
 def test_every_template_is_used_with_the_vocabulary_of_gpt2(shared_dir, corrupt):

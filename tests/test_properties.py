@@ -101,6 +101,7 @@ def everything(run, grain):
     return {name: value.double() for name, value in found.items()}
 
 
+@pytest.mark.full
 @given(toys, ragged, sides, ids, bounds, grains)
 @examples(12)
 def test_any_batch_any_padding_and_any_chunks_give_the_numbers_of_single_prompts(

@@ -183,11 +183,14 @@ def test_positions_and_answers_one_a_prompt_tell_sweeps_apart(tmp_path):
     for name, first, second in (
         ("positions", [0] * 60, [0] * 59 + [1]),
         ("tokens scored", [3] * 60, [3] * 59 + [5]),
+        ("other positions", [0] * 60, [0] * 59 + [1]),
     ):
 
         def options(values, name=name):
             if name == "positions":
                 return {"positions": values}
+            if name == "other positions":
+                return {"how": rp.Mean(captured(PROMPTS), over=("batch",), at=values)}
             return {"metric": rp.logit_diff(values, 4)}
 
         file = tmp_path / f"{name}.jsonl"
@@ -302,6 +305,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.full
 def test_a_text_keeps_its_groups_of_windows_apart(capsys, tmp_path, monkeypatch, counted, model):
     monkeypatch.setattr(text, "GROUP_TOKENS", 100)
     prose = tmp_path / "prose.txt"
