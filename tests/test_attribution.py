@@ -324,7 +324,8 @@ def test_an_answer_without_its_space_warns_only_where_it_is_another_token(backen
 def test_an_answer_with_its_space_or_after_a_space_does_not_warn(backend):
     model = zoo.text_model(backend)
     attribute(model, "3 + 5 =", " 8", " Mary")
-    attribute(model, "3 + 5 = ", "8", " Mary")
+    with pytest.warns(AnswerWarning, match="end in a space"):
+        attribute(model, "3 + 5 = ", "8", " Mary")
     attribute(model, model.to_tokens("3 + 5 ="), "8", " Mary")
     attribute(model, "When Mary gave a", ".", " Mary")
 

@@ -46,11 +46,8 @@ def change(function):
 
 def weight(model, layer: int = 1) -> torch.nn.Parameter:
     """Return the matrix by which a layer's MLP writes to the stream."""
-    parts = (f"blocks.{layer}.", "mlp", "c_proj", "weight")
-    for name, parameter in model.named_parameters():
-        if name.endswith(f"{layer}.mlp.W_out") or all(part in name for part in parts):
-            return parameter
-    raise AssertionError("no such matrix")
+    mlp = model.blocks[layer].mlp
+    return next(p for name, p in mlp.named_parameters() if "W_out" in name or "c_proj" in name)
 
 
 def restoring(tensor: Tensor) -> Undo:
@@ -301,9 +298,14 @@ def the_mode_of_a_submodule(model):
 @change
 def the_dtype(model):
     kept = [(t, t.data) for t in (*model.parameters(), *model.buffers())]
-    for tensor, data in kept:
-        tensor.data = data.to(torch.float32)
-    return lambda: [setattr(tensor, "data", data) for tensor, data in kept]
+    model.to(torch.float32)
+
+    def undo():
+        model.to(torch.float64)
+        for tensor, data in kept:
+            tensor.data = data
+
+    return undo
 
 
 # What is computed on a run, and what it should be
@@ -636,8 +638,12 @@ def test_a_hook_that_remembers_earlier_calls_is_refused(backend):
 @backends
 def test_a_hook_that_knows_the_size_of_the_batch_is_run_with_that_size(backend):
     model = fresh(backend)
-    noise = torch.randn(2, 1, zoo.D_MODEL, generator=torch.Generator().manual_seed(2)).double()
-    model.add_hook("hook_embed", lambda value, hook: value + noise)
+
+    def only_two(value, hook):
+        assert len(value) == 2
+        return value * 1.5
+
+    model.add_hook("hook_embed", only_two)
     run = rp.capture(model, TOKENS)
     effect = rp.ablate(run, rp.heads(model), rp.Zero(), metric=METRIC)
     found = effect.total[effect.targets.index("1.1")]

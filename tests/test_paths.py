@@ -744,6 +744,8 @@ def test_the_model_is_left_as_it_was_when_a_metric_raises(toy, routes):
 class Counter:
     """Counts forward passes of a model, without a hook of TransformerLens."""
 
+    __module__ = "transformers.tests"  # as a library's own, it is no change of the model
+
     def __init__(self, model):
         self.passes = 0
         self.handle = model.blocks[0].register_forward_pre_hook(self)
@@ -1080,7 +1082,7 @@ def test_P04_changing_queries_leaves_keys_and_values_alone(toy, mlps):
     seen = []
     for which in ("attn_scores", "pattern", "z"):
         model.hook_dict[f"blocks.2.attn.hook_{which}"].add_hook(
-            lambda value, hook: seen.append(value.clone()) and None
+            zoo.watching(lambda value, hook: seen.append(value.clone()) and None)
         )
     effect = patch(run, "0.1", "2.1.q", resample(other), mlps)
     model.reset_hooks()

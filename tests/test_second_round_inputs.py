@@ -120,7 +120,7 @@ def test_s09_lists_of_ids_are_taken_as_they_are_and_said_to_look_padded(backend)
 
 
 @pytest.mark.real
-@pytest.mark.slow
+@pytest.mark.full
 @sides
 @backends
 def test_s09_smollm2_says_paris_whatever_the_side(smollm2_dir, backend, side):

@@ -34,7 +34,7 @@ def assert_close(left, right, tolerance=1e-10):
 
 
 def bounded(run, max_bytes):
-    return dataclasses.replace(run, max_bytes=max_bytes, _kept={}, _finals={})
+    return dataclasses.replace(run, max_bytes=max_bytes, _kept={}, _own={})
 
 
 def both(run, metric, **options):

@@ -43,8 +43,8 @@ class Fills:
             _require_same_model(run, kind.source, "source")
             self.partner = _partners(run, kind)
             _prefetch(kind.source, sites)
-        if any(isinstance(site, Embed) for site in sites):
-            _prefetch(run, [Embed()])
+        if embeddings := [site for site in sites if isinstance(site, Embed | PosEmbed)]:
+            _prefetch(run, embeddings)
 
     def _require_alignment(self, kind: Mean, sites: list[Address]) -> None:
         """A mean that keeps position needs prompts whose positions mean the same."""

@@ -86,7 +86,7 @@ class Fingerprint:
 
 def fingerprint(view: ModelView) -> Fingerprint:
     """The fingerprint of a model; remembered while the model is as it was."""
-    return _fingerprints.of(view)[0]
+    return dataclasses.replace(_fingerprints.of(view)[0], revision=view.revision)
 
 
 def readout_sketch(view: ModelView) -> Float[Tensor, "sign d_model_and_bias"]:

@@ -4,7 +4,7 @@ from resid_patching.models.guards import (
     READOUT_TOLERANCE,
     Processing,
     Report,
-    hook_note,
+    note_on_hooks,
     report,
     require,
 )
@@ -44,7 +44,7 @@ __all__ = [
     "compute_dtype",
     "exact",
     "float64_home",
-    "hook_note",
+    "note_on_hooks",
     "load",
     "name_of",
     "remedy",

@@ -85,8 +85,8 @@ def require(view: ModelView, *capabilities: Capability) -> None:
         StreamMismatchError, ReadoutMismatchError, HeadMismatchError, NeuronMismatchError: the
             identity that the analysis stands on does not hold.
     """
-    view.require_unchanged()
     view.require_eval()
+    view.require_unchanged()
     failures = report(view).failures
     for capability in capabilities:
         if failure := failures.get(capability):
@@ -190,7 +190,7 @@ def _examine(view: ModelView, found: Report) -> None:
         found.failures["stream"] = StreamMismatchError(
             f"{view.name} ({view.kind}) cannot be run on the {_PROBE_LENGTH} tokens that it is "
             f"checked on ({type(error).__name__}: {error}). With this package hooks must take any "
-            f"number of prompts of any length.{hook_note(view)}"
+            f"number of prompts of any length.{note_on_hooks(view)}"
         )
         return
     seen = {**states, "the unembedding's output": raw_logits}
@@ -274,7 +274,7 @@ def _check_stream(view: ModelView, states: dict[str, Tensor]) -> StreamMismatchE
                 return StreamMismatchError(
                     f"{view.name} ({view.kind}), layer {layer}: {text} fails by {error:.1e} of "
                     f"the stream (tolerance {tolerance:.0e}). Its sublayer outputs are not what "
-                    f"is added to the stream, so parts would not sum.{hook_note(view)}"
+                    f"is added to the stream, so parts would not sum.{note_on_hooks(view)}"
                 )
     last = states[hook_name(Stream(view.n_layers - 1, "post"))]
     error = _difference(last[0, :-1], last[1, :-1])
@@ -324,7 +324,7 @@ def _check_readout(
         return ReadoutMismatchError(
             f"{view.name} ({view.kind}): final norm and unembedding of the last stream state "
             f"differ from the model's logits by {error:.1e} of their size (tolerance "
-            f"{tolerance:.0e}).{hook_note(view)}"
+            f"{tolerance:.0e}).{note_on_hooks(view)}"
         )
     return None
 
@@ -388,7 +388,7 @@ def _check_parts(
             return error_type(
                 f"{view.name} ({view.kind}), layer {layer}: {text} fails by {error:.1e} "
                 f"(tolerance {tolerance:.0e}), as with a norm after the sublayer, so its parts "
-                f"cannot be told apart exactly. Use by='component'.{hook_note(view)}"
+                f"cannot be told apart exactly. Use by='component'.{note_on_hooks(view)}"
             )
     return None
 
@@ -401,7 +401,7 @@ def _sum_of_neurons(view: ModelView, layer: int, post: Tensor) -> Tensor:
     return torch.einsum("bpn,nm->bpm", post, view.W_out(layer)) + view.b_out(layer)
 
 
-def hook_note(view: ModelView) -> str:
+def note_on_hooks(view: ModelView) -> str:
     """A sentence that names the caller's hooks, where there are any."""
     hooks = view.user_hooks()
     if not hooks:

@@ -419,7 +419,11 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 def _hash(tensor: Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(tensor.reshape(-1).view(torch.uint8).cpu().numpy())
+    tensor = tensor.cpu()
+    try:
+        return xxhash.xxh3_128_digest(tensor.numpy())
+    except TypeError:  # a dtype that numpy lacks
+        return xxhash.xxh3_128_digest(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def _place(name: str) -> str:

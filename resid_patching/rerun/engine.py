@@ -28,7 +28,7 @@ from torch import Tensor
 
 from resid_patching.address import Attn
 from resid_patching.errors import ReadoutMismatchError, UnsupportedModelError
-from resid_patching.models import READOUT_TOLERANCE, Memory, ModelView, exact, hook_note, take
+from resid_patching.models import READOUT_TOLERANCE, Memory, ModelView, exact, note_on_hooks, take
 from resid_patching.rerun.clean import Clean, hooks_to_keep
 from resid_patching.rerun.deltas import Deltas
 from resid_patching.rerun.edits import Variant, is_inside_attention, require_acting, stage
@@ -140,7 +140,10 @@ def chunks(
         share.begins(rows, chunk.baseline)
         return chunk
 
-    for rows in share.deal(everything):
+    here = share.deal(everything)
+    if here[:1] != everything[:1]:
+        begun(everything[0])  # rows of an earlier sitting are held against its clean run
+    for rows in here:
         yield begun(rows)  # not held here: the next pass begins when this one is let go
 
 
@@ -512,7 +515,7 @@ class Chunk:
             raise UnsupportedModelError(
                 f"two equal runs of {self.view.name} ({self.view.kind}) differ, so the effect of a "
                 "change cannot be told from chance. Take off what is random or remembers earlier "
-                f"calls.{hook_note(self.view)}"
+                f"calls.{note_on_hooks(self.view)}"
             )
         return False
 
@@ -539,7 +542,7 @@ class Chunk:
             raise ReadoutMismatchError(
                 f"{self.view.name} ({self.view.kind}): final norm and unembedding of the last "
                 f"state differ from the model's logits by {error:.1e} of their size on prompts "
-                f"{self.rows.start} to {self.rows.stop - 1}.{hook_note(self.view)}"
+                f"{self.rows.start} to {self.rows.stop - 1}.{note_on_hooks(self.view)}"
             )
 
     # Replay route
