@@ -18,7 +18,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import resid_patching as rp
-from resid_patching.errors import CacheMismatchError, ModelChangedError, ResidPatchingError
+from resid_patching.errors import (
+    CacheMismatchError,
+    ModelChangedError,
+    ResidPatchingError,
+    TrainingModeError,
+)
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 SOURCE = torch.tensor([[27, 18, 28, 18, 2], [31, 41, 5, 9, 26]])
@@ -297,13 +302,16 @@ def the_mode_of_a_submodule(model):
 
 @change
 def the_dtype(model):
-    kept = [(t, t.data) for t in (*model.parameters(), *model.buffers())]
+    kept = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     model.to(torch.float32)
 
     def undo():
         model.to(torch.float64)
-        for tensor, data in kept:
-            tensor.data = data
+        for parameter, data in kept:
+            parameter.data = data
+        for register, old in buffers:
+            register.update(old)
 
     return undo
 
@@ -409,7 +417,7 @@ def used(run, source) -> tuple[dict[str, Callable[[], Tensor]], dict[str, Tensor
 def refuses(call: Callable[[], object]) -> bool:
     try:
         call()
-    except ModelChangedError:
+    except (ModelChangedError, TrainingModeError):
         return True
     return False
 

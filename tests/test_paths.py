@@ -1084,7 +1084,7 @@ def test_P04_changing_queries_leaves_keys_and_values_alone(toy, mlps):
         model.hook_dict[f"blocks.2.attn.hook_{which}"].add_hook(
             zoo.watching(lambda value, hook: seen.append(value.clone()) and None)
         )
-    effect = patch(run, "0.1", "2.1.q", resample(other), mlps)
+    effect = patch(run, "0.1", "2.1.q", resample(other), mlps, routes=("full",))
     model.reset_hooks()
     assert largest(effect.total) > 1e-3
     attention = {

@@ -508,7 +508,7 @@ class Chunk:
             stacked = self.view.forward(self.clean.tokens.repeat(2, 1), {})
             if all(self._agree_logits(half, own) for half in stacked.chunk(2)):
                 return True
-        except _NOT_CALLABLE:
+        except Exception:  # of a hook; if it is no matter of the number of prompts, it comes again
             if not self.view.user_hooks():
                 raise
         if not self._agree_logits(self.view.forward(self.clean.tokens, {}), own):
