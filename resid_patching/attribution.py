@@ -181,6 +181,13 @@ def direct_logit_attribution(
     Warns:
         AnswerWarning: an answer without its leading space that is another token.
     """
+    with run.view.unchanged():
+        return _attribute(run, answer, foil, by, positions)
+
+
+def _attribute(
+    run: Run, answer: Tokens, foil: Tokens | None, by: By, positions: Positions
+) -> Attribution:
     view, prompts = run.view, run.prompts
     parts = decompose(run, by=by)
     require(view, "readout")

@@ -54,6 +54,7 @@ class Run:
         prompts: the prompts.
         max_bytes: bound on what one chunk of prompts holds at a time.
         cache: activations the caller already had, by hook name, in our row layout; else None.
+        held_readouts: rows whose logits, as we read them, were held to the model's own.
     """
 
     view: ModelView
@@ -62,6 +63,7 @@ class Run:
     cache: Mapping[str, Tensor] | None = None
     _kept: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _own: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    held_readouts: set[tuple[int, ...]] = field(default_factory=set, repr=False)
 
     def __repr__(self) -> str:
         return f"Run({self.view.name}, {self.view.kind}, {self.prompts!r})"

@@ -38,7 +38,7 @@ _NAMES = ("tokenizer", "name", "model_name", "tokenizer_name", "tokenizer_prepen
 _UNREAD = {*vars(torch.nn.Module()), *_NAMES, "default_prepend_bos"} - {"training"}
 # Hooks and replaced functions of these packages are parts of the model that they load.
 _LIBRARIES = ("transformer_lens", "transformers", "accelerate", "torch", "resid_patching")
-_SAMPLE = 512
+_SAMPLE = 256
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -144,7 +144,7 @@ class Look:
         modules: every module of it, once.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.begin()
 
@@ -421,9 +421,9 @@ def _digest(tensor: Tensor) -> bytes:
 def _hash(tensor: Tensor) -> bytes:
     tensor = tensor.cpu()
     try:
-        return xxhash.xxh3_128_digest(tensor.numpy())
+        return xxhash.xxh3_128_digest(tensor.numpy().data)
     except TypeError:  # a dtype that numpy lacks
-        return xxhash.xxh3_128_digest(tensor.reshape(-1).view(torch.uint8).numpy())
+        return xxhash.xxh3_128_digest(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _place(name: str) -> str:

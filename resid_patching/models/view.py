@@ -96,7 +96,7 @@ class ModelView:
             raise UnsupportedModelError("the model has no layers, so there is no stream to read")
         self.model: Any = model
         self.cfg = model.cfg
-        self._look = Look(model)
+        self._look, self._is_seen = Look(model), False
         self.state: State = state_of(self._look)
 
     def __repr__(self) -> str:
@@ -332,6 +332,16 @@ class ModelView:
         """Every hook of the model by name."""
         return self.model.hook_dict
 
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Looks once for all that is done inside, where nothing of the caller's is called."""
+        self.require_unchanged()
+        self._is_seen = True
+        try:
+            yield
+        finally:
+            self._is_seen = False
+
     def require_unchanged(self, *, whole: bool = False) -> None:
         """Raises where the model no longer computes with what it did when the view was made.
 
@@ -342,7 +352,7 @@ class ModelView:
         Raises:
             ModelChangedError: what changed is named.
         """
-        changes = self.state.changes(self._look)
+        changes = [] if self._is_seen else self.state.changes(self._look)
         if whole and not changes:
             changes = self.state.edits(self.model)
         if changes:

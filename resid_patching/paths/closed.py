@@ -27,6 +27,7 @@ from torch import Tensor
 
 from resid_patching.address import (
     MLP,
+    Attn,
     Head,
     HeadInput,
     Logits,
@@ -39,7 +40,7 @@ from resid_patching.address import (
 )
 from resid_patching.models import take
 from resid_patching.paths.readers import read_at_stage, starts_at_stage
-from resid_patching.rerun import Chunk, Edit, Variant
+from resid_patching.rerun import Chunk, Edit, NotPlain, Variant
 
 MLPs = Literal["freeze", "recompute"]
 Place = Literal["pre", "mid", "post"]
@@ -195,7 +196,17 @@ class Stack:
             self.moved[number] |= moved != 0
             post[number + 1, ..., neuron] = post[0, ..., neuron] + moved
         out = self.plain.mlp_out(layer, post)
+        self._require_own(layer, out[0])
         return out[1:] - out[:1]
+
+    def _require_own(self, layer: int, write: Tensor) -> None:
+        """Raises NotPlain where our MLP's clean write is not the model's own."""
+        found = self._state(layer, "mid") + write
+        if self.view.parallel:
+            found = found + self._rows(self.chunk.clean.act(Attn(layer)))
+        there = self.index >= 0
+        if not self.chunk.agree(found[there], self._state(layer, "post")[there]):
+            raise NotPlain(f"the MLP of layer {layer} differs")
 
     def _add_neurons(self, layer: int, items: list[tuple[int, Edit]]) -> None:
         if not items:

@@ -27,6 +27,7 @@ from resid_patching.rerun import (
     Chunk,
     Edit,
     Fill,
+    NotPlain,
     Piece,
     Reading,
     Route,
@@ -98,58 +99,46 @@ def patch_paths(
     sites = (edit.site for sender in senders for edit in sender)
     require_acting(run.view, [*sites, *(end for end in ends.all if isinstance(end, HeadInput))])
 
+    held = names_to_keep(run.view) | hooks_to_keep(run, [tuple(_reader_edits(run.view, ends.all))])
+    needed = hooks_to_keep(run, senders)
+    if not run.view.attn_only:
+        needed |= {hook_name(Attn(layer)) for layer in range(run.view.n_layers)}
+    tries_closed = may_be_plain(run.view, routes)
+    given = (senders, ends, mlps, frozen_norms, share)
+
     def pieces() -> Iterator[Piece]:
-        for chunk in _chunks(run, senders, ends, reading, mlps, routes, share):
-            patcher = _Closed if is_closed(chunk, senders, ends, mlps) else _Hooked
-            if patcher is _Hooked and frozen_norms:
+        names = needed if tries_closed else needed | held
+        for chunk in chunks(run, names, reading, routes, share):
+            try:
+                if is_closed(chunk, senders, ends):
+                    yield from _Closed(chunk, *given).pieces()
+                    continue
+            except NotPlain:  # at its first stack: MLPs are not the model's own on these prompts
+                pass
+            if frozen_norms:
                 raise UnsupportedModelError(
                     f"{run.view.name} ({run.view.kind}) is not covered by the closed form, so its "
                     "norms cannot be frozen at a reader; use the exact path"
                 )
-            yield from patcher(chunk, senders, ends, mlps, frozen_norms, share).pieces()
+            if tries_closed:
+                chunk = chunk.again(run, names | held)
+            yield from _Hooked(chunk, *given).pieces()
             del chunk  # before the next clean pass, so that one is held at a time
 
     return Patched(*put_together(share.gather(pieces()), run.view, shape, progress))
 
 
-def _chunks(
-    run: Run,
-    senders: Sequence[Variant],
-    ends: Readers,
-    reading: Reading,
-    mlps: MLPs,
-    routes: Sequence[Route],
-    share: Share,
-) -> Iterator[Chunk]:
-    """Groups of prompts with a clean pass that kept what the route needs, and no more."""
-    view = run.view
-    needed = hooks_to_keep(run, senders)
-    if not view.attn_only:
-        needed |= {hook_name(Attn(layer)) for layer in range(view.n_layers)}
-    held = names_to_keep(view) | hooks_to_keep(run, [tuple(_reader_edits(view, ends.all))])
-    if not may_be_plain(view, routes):
-        yield from chunks(run, needed | held, reading, routes, share)
-        return
-    for chunk in chunks(run, needed, reading, routes, share):
-        closed = is_closed(chunk, senders, ends, mlps)
-        yield chunk if closed else chunk.again(run, needed | held)
-        del chunk
-
-
-def is_closed(chunk: Chunk, senders: Sequence[Variant], ends: Readers, mlps: MLPs) -> bool:
-    """Whether the closed form covers every sender, and gives the clean run of these prompts."""
+def is_closed(chunk: Chunk, senders: Sequence[Variant], ends: Readers) -> bool:
+    """Whether the closed form covers every sender, and gives the clean run behind the readers."""
     if chunk.plain is None or not all(map(chunk.deltas.closed, senders)):
         return False
-    view = chunk.view
-    index = senders[0][0].positions.index[chunk.rows].to(view.device)
-    start = min(starts_at_stage(sender) for sender in senders)[0]
-    if mlps == "recompute" and not view.attn_only:
-        if not chunk.repeats_mlps(range(max(start, 0), view.n_layers), index):
-            return False
-    written = [site_of(view, reader) for reader in ends.all]
-    layers = [site.layer for site in written if site != Stream(view.n_layers - 1, "post")]
+    last = Stream(chunk.view.n_layers - 1, "post")
+    layers = [site.layer for end in ends.all if (site := site_of(chunk.view, end)) != last]
+    if not layers:
+        return True
+    index = senders[0][0].positions.index[chunk.rows].to(chunk.view.device)
     first = torch.where(index < 0, chunk.clean.width, index).amin(1)
-    return not layers or chunk.repeats(min(layers), first)
+    return chunk.repeats(min(layers), first)
 
 
 def _reader_edits(view: ModelView, readers: Sequence[Reader]) -> Iterator[Edit]:

@@ -12,6 +12,7 @@ from resid_patching.rerun.edits import (
     stage,
 )
 from resid_patching.rerun.engine import Chunk, Rerun, chunks, may_be_plain, rerun
+from resid_patching.rerun.plain import NotPlain
 from resid_patching.rerun.scores import Reading
 from resid_patching.rerun.share import EVERYTHING, Piece, Route, Share, put_together
 from resid_patching.rerun.walk import take_rows
@@ -22,6 +23,7 @@ __all__ = [
     "Chunk",
     "Edit",
     "Fill",
+    "NotPlain",
     "Piece",
     "Reading",
     "Rerun",

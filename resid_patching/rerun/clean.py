@@ -47,7 +47,8 @@ class Clean:
             run: the run.
             rows: which of its prompts.
             names: the hooks whose activations are kept.
-            read_at: the positions whose logits are wanted [rows, n]; None for all.
+            read_at: the positions whose logits are wanted [rows, n]; None for all. Where there is
+                none, the pass ends before the unembedding.
         """
         self.view = run.view
         self.rows = rows
@@ -61,7 +62,10 @@ class Clean:
         readers = {name: self._keeper(name) for name in names}
 
         def forward() -> None:
-            self.logits = run.view.forward(self.tokens, readers, at=read_at)
+            if read_at is not None and not read_at.numel():
+                run.view.forward_blocks(self.tokens, readers)
+            else:
+                self.logits = run.view.forward(self.tokens, readers, at=read_at)
 
         self.calls.record(forward)
         self._require_finite()

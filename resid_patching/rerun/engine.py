@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from resid_patching.address import Attn
 from resid_patching.errors import ReadoutMismatchError, UnsupportedModelError
 from resid_patching.models import READOUT_TOLERANCE, Memory, ModelView, exact, note_on_hooks, take
 from resid_patching.rerun.clean import Clean, hooks_to_keep
@@ -194,16 +193,21 @@ class Chunk:
         self.means = means
         self.whole = means.hooked
         self.read_at = reading.positions.index[rows].to(self.view.device)
-        self.clean = Clean(run, rows, names, None if self.whole else self.read_at)
+        # The model's own logits, where our readout of these very rows is not held to them yet.
+        read = (rows.start, rows.stop, *self.read_at.flatten().tolist())
+        self.reads_anew = not self.whole and read not in run.held_readouts
+        wanted = self.read_at if self.reads_anew else self.read_at[:, :0]
+        self.clean = Clean(run, rows, names, None if self.whole else wanted)
         # What the clean run and the projections laid out for it hold is not there for the stacks.
         self.max_bytes = max(run.max_bytes - self.clean.n_bytes, run.max_bytes // 4)
         self.plain = self._own_blocks()
-        self._repeated: dict[tuple[Any, ...], bool] = {}
+        self._controlled: set[int] = set()
         self.deltas = Deltas(self.clean, self.plain, lambda: self.replays)
         self.clean_rows = take(self.clean.final, self.read_at)
         self.scores = Scores(self.view, reading, rows, self.clean_rows, self.max_bytes)
         self.score = self.scores.of_states
         self.baseline = self._baseline()
+        run.held_readouts.add(read)
 
     def _own_blocks(self) -> PlainBlocks | None:
         """Our blocks, where this model has the parts of which they are made."""
@@ -228,8 +232,9 @@ class Chunk:
     def _baseline(self) -> Tensor:
         if self.whole:
             return self._score_logits(self._own_logits()[None])[0]
-        self._require_readout()
-        self.clean.logits = torch.empty(0)
+        if self.reads_anew:
+            self._require_readout()
+            self.clean.logits = torch.empty(0)
         return self.score(self.clean_rows[None])[0]
 
     def _score_logits(self, logits: Tensor) -> Tensor:
@@ -256,22 +261,34 @@ class Chunk:
             if wants is not None and not wants(place, numbers):
                 continue
             stack = [variants[number] for number in numbers]
-            changed = torch.stack([self._reached(variant) for variant in stack])
-            delta = torch.stack([self.deltas.frozen(variant) for variant in stack])
-            delta *= changed[:, :, None, None]
-            clean = self.clean_rows.to(delta.dtype)
-            base = self.baseline.expand(len(stack), -1)
-            direct = self.score(clean + take_rows(delta, self.read_at))
-            if not self.whole:
-                direct = torch.where(changed, direct, base)
-            else:
-                # With hooks of the caller on, the clean value is the model's own.
-                ours = self.score(clean[None])
-                direct = torch.where(changed, base + direct - ours, base)
-            total = base
-            if bool(changed.any()):
-                total = self._total(stack, delta, route)
-            yield numbers, torch.where(changed, total, base), direct, route
+            found = self._evaluated(stack, route)
+            if found is not None:
+                yield numbers, *found, route
+                continue
+            # Our blocks are not the model's on these prompts: by the next route.
+            for own, total, direct, other in self.evaluate(stack):
+                yield [numbers[number] for number in own], total, direct, other
+
+    def _evaluated(self, stack: list[Variant], route: Route) -> tuple[Tensor, Tensor] | None:
+        """Patched and direct of a stack [variant, rows]; None where its route disagrees."""
+        if route == "plain" and self.plain is None:
+            return None
+        changed = torch.stack([self._reached(variant) for variant in stack])
+        delta = torch.stack([self.deltas.frozen(variant) for variant in stack])
+        delta *= changed[:, :, None, None]
+        clean = self.clean_rows.to(delta.dtype)
+        base = self.baseline.expand(len(stack), -1)
+        direct = self.score(clean + take_rows(delta, self.read_at))
+        if not self.whole:
+            direct = torch.where(changed, direct, base)
+        else:
+            # With hooks of the caller on, the clean value is the model's own.
+            ours = self.score(clean[None])
+            direct = torch.where(changed, base + direct - ours, base)
+        if not bool(changed.any()):
+            return base, direct
+        total = self._total(stack, delta, route)
+        return None if total is None else (torch.where(changed, total, base), direct)
 
     def _reached(self, variant: Variant) -> Tensor:
         """Which prompts [rows] have a new value from which causality leads to what is read."""
@@ -280,9 +297,10 @@ class Chunk:
             return changed
         return changed & (self.read_at >= self._first_changed(variant)[:, None]).any(1)
 
-    def _total(self, stack: list[Variant], delta: Tensor, route: Route) -> Tensor:
+    def _total(self, stack: list[Variant], delta: Tensor, route: Route) -> Tensor | None:
         if route == "plain":
-            return self.score(self._propagate(stack, delta))
+            final = self._propagate(stack, delta)
+            return None if final is None else self.score(final)
         if route == "replay":
             return self.score(self._replayed(stack))
         tokens = self.clean.tokens.repeat(len(stack), 1)
@@ -298,23 +316,11 @@ class Chunk:
             route = self._route(variant)
             begins = bool(variant) if route == "plain" else self._start(variant)[0]
             groups.setdefault((route, begins, self._n_rows(variant)), []).append(number)
-        for (route, begins, _), numbers in groups.items():
-            group = [variants[number] for number in numbers]
-            if route == "plain" and begins and not self._repeats(group):
-                yield from self._stacks(variants)
-                return
         for (route, _, n_rows), numbers in groups.items():
             numbers.sort(key=lambda number: self._start(variants[number]))
             size = self._stack_size(route, n_rows)
             for begin in range(0, len(numbers), size):
                 yield numbers[begin : begin + size], route
-
-    def _repeats(self, group: Sequence[Variant]) -> bool:
-        """Whether our own blocks, on the rows that these variants change, give the model's run."""
-        first = functools.reduce(torch.minimum, map(self._first_changed, group))
-        layer, place = min(self._start(variant) for variant in group)
-        inside = any(is_inside_attention(edit.site) for variant in group for edit in variant)
-        return self.repeats(layer, first, "pre" if inside else self._place_behind(place))
 
     def _start(self, variant: Variant) -> tuple[int, int]:
         return min((stage(edit.site) for edit in variant), default=(self.view.n_layers, 0))
@@ -354,14 +360,22 @@ class Chunk:
 
     # Plain route
 
-    def _propagate(self, stack: list[Variant], delta: Tensor) -> Tensor:
-        """Changed states behind the edited stage -> last states at the rows that are read."""
+    def _propagate(self, stack: list[Variant], delta: Tensor) -> Tensor | None:
+        """Changed states behind the edited stage -> last states at the rows that are read.
+
+        The first stack of each number of rows takes the unchanged run along, as its control.
+        None where that does not come out as the model's own.
+        """
         assert self.plain is not None
-        first = self._first_changed(stack[0])
-        for variant in stack[1:]:
-            first = torch.minimum(first, self._first_changed(variant))
+        first = functools.reduce(torch.minimum, map(self._first_changed, stack))
         walk = Walk(self.view, self.plain, self.clean, self.deltas, first, self.read_at)
         arrivals: dict[tuple[int, Place], Tensor] = {}
+        control = walk.keys.shape[1] not in self._controlled
+        if control:
+            layer, place = self._start(stack[0])
+            inside = any(is_inside_attention(edit.site) for edits in stack for edit in edits)
+            where = "pre" if inside else self._place_behind(place)
+            arrivals[layer, where] = self._unchanged(walk, layer, where)
         for (layer, place), numbers in itertools.groupby(
             range(len(stack)), lambda number: stage(stack[number][0].site)
         ):
@@ -371,8 +385,26 @@ class Chunk:
             held = arrivals.get((layer, where))
             arrivals[layer, where] = states if held is None else torch.cat([held, states])
         final = walk.run(arrivals)
+        if control:
+            if not self._is_clean(final[0], first):
+                return None
+            self._controlled.add(walk.keys.shape[1])
+            final = final[1:]
         unread = (self.read_at < first[:, None])[None, :, :, None]
         return torch.where(unread, self.clean_rows, final)
+
+    def _unchanged(self, walk: Walk, layer: int, place: Place) -> Tensor:
+        """The clean state at a place, where a walk begins [1, rows, keys, d_model]."""
+        states = self.clean.after(layer, place)[None]
+        return states if walk.whole else take_rows(states, walk.keys)
+
+    def _is_clean(self, final: Tensor, first: Tensor) -> bool:
+        """Whether last states [rows, n, d_model] are the model's own; if not, ours are given up."""
+        real = (self.read_at >= first[:, None]) & (self.read_at >= 0)
+        if self.agree(final[real], self.clean_rows[real]):
+            return True
+        self.plain = self.deltas.plain = None
+        return False
 
     def write(self, written: Written) -> tuple[Tensor, Tensor]:
         """Values written together, by our own blocks.
@@ -428,55 +460,20 @@ class Chunk:
 
     # Controls: the unchanged run by the route that the variants take
 
-    def repeats(self, layer: int, first: Tensor, place: Place = "pre") -> bool:
-        """Whether our own blocks give the model's clean last states; where not, they are not used.
+    def repeats(self, layer: int, first: Tensor) -> bool:
+        """Whether our own blocks, from a layer on, give the model's clean last states.
 
         Args:
             layer: the layer from which they are run.
             first: the first row that is run in each prompt [rows].
-            place: the state of that layer from which they are run.
         """
-        key = (layer, place, *first.tolist())
-        if key not in self._repeated:
-            real = (self.read_at >= first[:, None]) & (self.read_at >= 0)
-            try:
-                found = self._unchanged(layer, first, place)
-                self._repeated[key] = self._agree(found[real], self.clean_rows[real])
-            except _NOT_CALLABLE:
-                self._repeated[key] = False
-        return self._keep_plain(self._repeated[key])
-
-    def _unchanged(self, layer: int, first: Tensor, place: Place) -> Tensor:
-        """Clean states, carried on by our own blocks [rows, n, d_model]."""
         assert self.plain is not None
         walk = Walk(self.view, self.plain, self.clean, self.deltas, first, self.read_at)
-        states = self.clean.after(layer, place)[None]
-        states = states if walk.whole else take_rows(states, walk.keys)
-        return walk.run({(layer, place): states})[0]
-
-    def repeats_mlps(self, layers: Iterable[int], index: Tensor) -> bool:
-        """Whether our own MLPs give the states behind them at some rows.
-
-        Args:
-            layers: of which layers.
-            index: positions of the rows [rows, n]; -1 where there is none.
-        """
-        assert self.plain is not None
-        agree = True
-        for layer in layers:
-            whole = "pre" if self.view.parallel else "mid"
-            before = take(self.clean.after(layer, whole), index)
-            after = take(self.clean.after(layer, "post"), index)
-            found = before + self.plain.mlp_write(layer, before)
-            if self.view.parallel:
-                found = found + take(self.clean.act(Attn(layer)), index)
-            agree = agree and self._agree(found[index >= 0], after[index >= 0])
-        return self._keep_plain(agree)
-
-    def _keep_plain(self, agrees: bool) -> bool:
-        if not agrees:
-            self.plain = self.deltas.plain = None
-        return agrees
+        try:
+            final = walk.run({(layer, "pre"): self._unchanged(walk, layer, "pre")})[0]
+        except _NOT_CALLABLE:
+            return False
+        return self._is_clean(final, first)
 
     @functools.cached_property
     def replays(self) -> bool:
@@ -486,7 +483,7 @@ class Chunk:
         clean = self.clean
         try:
             return all(
-                self._agree(half, clean.after(layer, "post"))
+                self.agree(half, clean.after(layer, "post"))
                 for layer in range(self.view.n_layers)
                 for half in clean.calls.call(layer, clean.act_pre(layer).repeat(2, 1, 1)).chunk(2)
             )
@@ -521,9 +518,9 @@ class Chunk:
 
     def _agree_logits(self, logits: Tensor, own: Tensor) -> bool:
         real = self.read_at >= 0
-        return self._agree(take(logits, self.read_at)[real], own[real])
+        return self.agree(take(logits, self.read_at)[real], own[real])
 
-    def _agree(self, found: Tensor, expected: Tensor) -> bool:
+    def agree(self, found: Tensor, expected: Tensor) -> bool:
         """Whether states or logits are the model's own, up to rounding; padding is left out."""
         if found.ndim == 3:
             real = (
