@@ -195,7 +195,7 @@ class ModelView:
         """The model's tokenizer, or None."""
         return getattr(self.model, "tokenizer", None)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
         return self.W_U.dtype
@@ -205,7 +205,7 @@ class ModelView:
         """The precision our own sums are made in."""
         return compute_dtype(self.dtype)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Where the unembedding, and so our sums, live."""
         return self.W_U.device
