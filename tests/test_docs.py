@@ -4,6 +4,7 @@ The demo model stands in for others, and small made-up texts for the reader's fi
 """
 
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -65,6 +66,8 @@ def at_home(tmp_path, monkeypatch):
     prose = ". ".join(pairs.base)
     for name in ("prose.txt", "other.txt", "wikitext.txt"):
         Path(name).write_text(prose, encoding="utf-8")
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in pairs.base)
+    Path("articles.jsonl").write_text(rows, encoding="utf-8")
     Path("prompts.txt").write_text("\n".join(pairs.base[:3]), encoding="utf-8")
     Path("others.txt").write_text("\n".join(pairs.source[:3]), encoding="utf-8")
     return tmp_path

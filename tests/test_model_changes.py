@@ -379,7 +379,10 @@ def expected(model) -> dict[str, Tensor]:
     direction = direction - direction.mean()
     sigma = (last[:, -1].var(-1, unbiased=False) + zoo.EPS).sqrt()
     middle = cache["blocks.1.hook_resid_pre"] + cache["blocks.1.hook_attn_out"]
-    lens = model.unembed(model.ln_final(cache["blocks.1.hook_resid_pre"])).softmax(-1)
+    lens = model.unembed(model.ln_final(cache["blocks.1.hook_resid_pre"]))
+    if (cap := getattr(model.cfg, "output_logits_soft_cap", 0)) > 0:
+        lens = cap * torch.tanh(lens / cap)
+    lens = lens.softmax(-1)
     mean = source["blocks.1.hook_attn_out"].mean(0, keepdim=True).expand(2, -1, -1)
     return {
         "measure": clean,

@@ -6,8 +6,10 @@ import zoo
 from zoo_ablation import ANSWER, FOIL, GPT2, KINDS_OF_BACKEND, PLAIN, ROWS, TOYS, targets
 
 import resid_patching as rp
+from resid_patching.ablation.ablating import variants_of
 from resid_patching.errors import HookNotFiredError, UnsupportedModelError
-from resid_patching.rerun import engine
+from resid_patching.metrics import as_metric
+from resid_patching.rerun import engine, hooks_to_keep
 from resid_patching.rerun.plain import PlainBlocks
 
 backends = pytest.mark.parametrize("toy", KINDS_OF_BACKEND, ids=str)
@@ -372,6 +374,27 @@ def test_the_comparison_of_routes_notices_what_our_check_would_not(toy, monkeypa
     assert effect.routes == ("plain",)
     with pytest.raises(AssertionError):
         assert_same(effect, expected)
+
+
+@backends
+def test_a_control_of_later_layers_does_not_stand_for_earlier_ones(toy, monkeypatch):
+    model = fresh(toy)
+    run = rp.capture(model, LONG)
+    reading = as_metric(DIFF).bind(run)
+    late, early = (
+        variants_of(run, [rp.parse(site)], rp.Zero(), [run.locate(None)], joint=False)
+        for site in ("resid_post.1", "resid_pre.1")
+    )
+    right = PlainBlocks.mlp_write
+    monkeypatch.setattr(
+        PlainBlocks,
+        "mlp_write",
+        lambda s, layer, *rest: right(s, layer, *rest) * (1 + 1e-6 * (layer == 1)),
+    )
+    names = hooks_to_keep(run, [*late, *early])
+    (chunk,) = engine.chunks(run, names, reading, ("plain", "replay", "full"))
+    assert [route for *_, route in chunk.evaluate(late)] == ["plain"]
+    assert [route for *_, route in chunk.evaluate(early)] == ["replay"]
 
 
 def without_biases(toy):

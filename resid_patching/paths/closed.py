@@ -205,7 +205,7 @@ class Stack:
         if self.view.parallel:
             found = found + self._rows(self.chunk.clean.act(Attn(layer)))
         there = self.index >= 0
-        if not self.chunk.agree(found[there], self._state(layer, "post")[there]):
+        if not self.chunk.clean.agree(found[there], self._state(layer, "post")[there]):
             raise NotPlain(f"the MLP of layer {layer} differs")
 
     def _add_neurons(self, layer: int, items: list[tuple[int, Edit]]) -> None:

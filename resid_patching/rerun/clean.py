@@ -25,6 +25,8 @@ from resid_patching.rerun.edits import Variant, clean_hook
 from resid_patching.rerun.replay import BlockCalls
 from resid_patching.run import Run
 
+_TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
+
 
 class Clean:
     """What one forward pass of some prompts left behind.
@@ -91,6 +93,21 @@ class Clean:
         what = "the model's own last state"
         require_finite_at(last, real, last.dtype, what, first=self.rows.start)
 
+    def agree(self, found: Tensor, expected: Tensor) -> bool:
+        """Whether what we computed is the model's own, up to rounding.
+
+        Args:
+            found: [rows, pos, d_model], where padding is left out; or of any other shape.
+            expected: the model's own, of the same shape.
+        """
+        if found.ndim == 3:
+            real = self.positions.to(found.device) < self.lengths.to(found.device)[:, None]
+            found, expected = found[real], expected[real]
+        if not len(found):
+            return True
+        tolerance = _TOLERANCE.get(self.view.dtype, 2e-2)
+        return bool((found - expected).abs().amax() <= tolerance * expected.abs().amax())
+
     def _keeper(self, name: str) -> Reader:
         def keep(activation: Tensor) -> None:
             self.acts[name] = activation.detach().clone()
@@ -148,7 +165,7 @@ def _beside(site: Address) -> set[str]:
     match site:
         case HeadInput(layer, _, _) | HeadNode(layer, _, "pattern"):
             inputs = {hook_name(HeadInput(layer, 0, which)) for which in ("q", "k", "v")}
-            return {hook_name(Attn(layer)), *inputs}
+            return {hook_name(Attn(layer)), hook_name(Head(layer, 0)), *inputs}
         case Stream(layer, "mid") | Head(layer, _) | HeadNode(layer, _, _) | AttnBias(layer):
             return {hook_name(Attn(layer))}
         case Neuron(layer, _) | MLPBias(layer):

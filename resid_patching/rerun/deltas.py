@@ -53,6 +53,7 @@ class Deltas:
         failures = report(clean.view).failures
         self.heads_sum = "heads" not in failures
         self.neurons_sum = "neurons" not in failures
+        self._mixing: dict[int, bool] = {}
         self._projected: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def projected(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,8 +110,8 @@ class Deltas:
         """Whether the variant's delta needs no call of the model's own blocks."""
         for edit in variant:
             match edit.site:
-                case HeadInput() | HeadNode(_, _, "pattern"):
-                    if self.plain is None or not self.heads_sum:
+                case HeadInput(layer, _, _) | HeadNode(layer, _, "pattern"):
+                    if self.plain is None or not self.heads_sum or not self._mixes(layer):
                         return False
                 case Head() | HeadNode() | AttnBias():
                     if not self.heads_sum:
@@ -119,6 +120,13 @@ class Deltas:
                     if not self.neurons_sum:
                         return False
         return True
+
+    def _mixes(self, layer: int) -> bool:
+        """Whether our own attention, of the model's q, k and v, gives the model's z."""
+        if layer not in self._mixing:
+            own = self.clean.act(Head(layer, 0)).flatten(2)
+            self._mixing[layer] = self.clean.agree(self._mixed(layer, [], []).flatten(2), own)
+        return self._mixing[layer]
 
     def frozen(self, variant: Variant) -> Tensor:
         """The change of the last state [rows, pos, d_model] with every later write frozen."""

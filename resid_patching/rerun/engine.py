@@ -41,7 +41,6 @@ from resid_patching.run import Run
 
 # Tokens of a stack. Larger stacks are no faster per token and leave the cache sooner.
 STACK_TOKENS = 1024
-_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 _NOT_CALLABLE = (AttributeError, RuntimeError, ValueError, TypeError, KeyError, IndexError)
 
 
@@ -201,7 +200,8 @@ class Chunk:
         # What the clean run and the projections laid out for it hold is not there for the stacks.
         self.max_bytes = max(run.max_bytes - self.clean.n_bytes, run.max_bytes // 4)
         self.plain = self._own_blocks()
-        self._controlled: set[int] = set()
+        self._controlled: dict[int, tuple[int, int]] = {}
+        """From where on the unchanged run was seen to be right, by number of rows."""
         self.deltas = Deltas(self.clean, self.plain, lambda: self.replays)
         self.clean_rows = take(self.clean.final, self.read_at)
         self.scores = Scores(self.view, reading, rows, self.clean_rows, self.max_bytes)
@@ -363,18 +363,19 @@ class Chunk:
     def _propagate(self, stack: list[Variant], delta: Tensor) -> Tensor | None:
         """Changed states behind the edited stage -> last states at the rows that are read.
 
-        The first stack of each number of rows takes the unchanged run along, as its control.
+        The unchanged run goes along as a control, from where none of so many rows has begun yet.
         None where that does not come out as the model's own.
         """
         assert self.plain is not None
         first = functools.reduce(torch.minimum, map(self._first_changed, stack))
         walk = Walk(self.view, self.plain, self.clean, self.deltas, first, self.read_at)
         arrivals: dict[tuple[int, Place], Tensor] = {}
-        control = walk.keys.shape[1] not in self._controlled
+        layer, place = self._start(stack[0])
+        inside = any(is_inside_attention(edit.site) for edits in stack for edit in edits)
+        where: Place = "pre" if inside else self._place_behind(place)
+        n_rows, begin = walk.keys.shape[1], (layer, ("pre", "mid", "post").index(where))
+        control = begin < self._controlled.get(n_rows, (self.view.n_layers, 0))
         if control:
-            layer, place = self._start(stack[0])
-            inside = any(is_inside_attention(edit.site) for edits in stack for edit in edits)
-            where = "pre" if inside else self._place_behind(place)
             arrivals[layer, where] = self._unchanged(walk, layer, where)
         for (layer, place), numbers in itertools.groupby(
             range(len(stack)), lambda number: stage(stack[number][0].site)
@@ -388,7 +389,7 @@ class Chunk:
         if control:
             if not self._is_clean(final[0], first):
                 return None
-            self._controlled.add(walk.keys.shape[1])
+            self._controlled[n_rows] = begin
             final = final[1:]
         unread = (self.read_at < first[:, None])[None, :, :, None]
         return torch.where(unread, self.clean_rows, final)
@@ -401,7 +402,7 @@ class Chunk:
     def _is_clean(self, final: Tensor, first: Tensor) -> bool:
         """Whether last states [rows, n, d_model] are the model's own; if not, ours are given up."""
         real = (self.read_at >= first[:, None]) & (self.read_at >= 0)
-        if self.agree(final[real], self.clean_rows[real]):
+        if self.clean.agree(final[real], self.clean_rows[real]):
             return True
         self.plain = self.deltas.plain = None
         return False
@@ -483,7 +484,7 @@ class Chunk:
         clean = self.clean
         try:
             return all(
-                self.agree(half, clean.after(layer, "post"))
+                self.clean.agree(half, clean.after(layer, "post"))
                 for layer in range(self.view.n_layers)
                 for half in clean.calls.call(layer, clean.act_pre(layer).repeat(2, 1, 1)).chunk(2)
             )
@@ -518,19 +519,7 @@ class Chunk:
 
     def _agree_logits(self, logits: Tensor, own: Tensor) -> bool:
         real = self.read_at >= 0
-        return self.agree(take(logits, self.read_at)[real], own[real])
-
-    def agree(self, found: Tensor, expected: Tensor) -> bool:
-        """Whether states or logits are the model's own, up to rounding; padding is left out."""
-        if found.ndim == 3:
-            real = (
-                self.clean.positions.to(found.device) < self.clean.lengths.to(found.device)[:, None]
-            )
-            found, expected = found[real], expected[real]
-        if not len(found):
-            return True
-        tolerance = _TOLERANCE.get(self.view.dtype, 2e-2)
-        return bool((found - expected).abs().amax() <= tolerance * expected.abs().amax())
+        return self.clean.agree(take(logits, self.read_at)[real], own[real])
 
     def _require_readout(self) -> None:
         """Raises where our final norm and unembedding do not give the model's logits."""
