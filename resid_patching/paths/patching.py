@@ -110,7 +110,7 @@ def patch_paths(
         names = needed if tries_closed else needed | held
         for chunk in chunks(run, names, reading, routes, share):
             try:
-                if is_closed(chunk, senders, ends):
+                if is_closed(chunk, senders, ends, whole=frozen_norms):
                     yield from _Closed(chunk, *given).pieces()
                     continue
             except NotPlain:  # at its first stack: MLPs are not the model's own on these prompts
@@ -128,12 +128,23 @@ def patch_paths(
     return Patched(*put_together(share.gather(pieces()), run.view, shape, progress))
 
 
-def is_closed(chunk: Chunk, senders: Sequence[Variant], ends: Readers) -> bool:
-    """Whether the closed form covers every sender, and gives the clean run behind the readers."""
+def is_closed(
+    chunk: Chunk, senders: Sequence[Variant], ends: Readers, *, whole: bool = False
+) -> bool:
+    """Whether the closed form covers every sender, and gives the clean run behind the readers.
+
+    Args:
+        chunk: the prompts.
+        senders: the edits of each sender.
+        ends: the readers.
+        whole: whether our blocks must give the whole clean run.
+    """
     if chunk.plain is None or not all(map(chunk.deltas.closed, senders)):
         return False
     last = Stream(chunk.view.n_layers - 1, "post")
     layers = [site.layer for end in ends.all if (site := site_of(chunk.view, end)) != last]
+    if whole:
+        return chunk.repeats(0, torch.zeros_like(chunk.read_at[:, 0]))
     if not layers:
         return True
     index = senders[0][0].positions.index[chunk.rows].to(chunk.view.device)
