@@ -507,6 +507,7 @@ def test_most_changes_are_followed_and_not_refused(backend):
         assert set(as_it_is(model).values()) == {None}, name
 
 
+@pytest.mark.full
 @settings(max_examples=15)
 @given(
     names=st.lists(st.sampled_from(sorted(set(CHANGES) - {"the_dtype"})), min_size=1, max_size=3),

@@ -141,6 +141,7 @@ def compare(model, rows, sites, tolerance=1e-10, **options):
     return effect.routes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "sites"),
     [
@@ -189,6 +190,7 @@ def test_norms_behind_the_sublayers_are_replayed_and_agree():
         assert compare(model, LONG, sites, 5e-4, positions=positions) == ("replay",)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not zoo.HAS_HOOKED, reason="HookedTransformer left in TransformerLens 4")
 @pytest.mark.parametrize(
     ("changes", "route"),

@@ -7,10 +7,11 @@ A run is one model at one moment. Everything that changes a forward pass is part
     functions                 a replaced `forward`, `act_fn` and the like
     numbers and flags         on modules and configurations: `eps`, `attn_scale`, `training`
 
-A `State` is looked at twice as carefully as is cheap. The first look compares identities, tensor
+A model is compared with a `State` of it in two looks. The first compares identities, tensor
 versions and a sample of every tensor's content (about a millisecond for GPT-2 small). Only where
 that differs, the second compares by meaning: a weight that was edited and put back, or a hook
-that was taken off and put on again, is no change.
+that was taken off and put on again, is no change. Before activations that were kept are used
+again, every tensor is read whole.
 """
 
 from __future__ import annotations
