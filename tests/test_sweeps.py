@@ -381,7 +381,7 @@ def test_each_group_of_prompts_has_a_control_of_its_own_whoever_works_it(monkeyp
             return [chunks[widths.index(30 if worked == "widest" else 3)]]
 
     monkeypatch.setattr(PlainBlocks, "attend_causal", only_short)
-    model = zoo.fresh(zoo.BACKENDS[0])
+    model = zoo.fresh_named("gpt2_untied")
     run = rp.capture(model, [[1, 2, 3]] * 400 + [list(range(1, 31))] * 40)
     sites = rp.heads(run.view)[:2]
     where = [run.locate(None)]
