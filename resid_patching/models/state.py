@@ -163,10 +163,17 @@ class Look:
             if type(value).__name__.endswith("Config")
         }
         self._configs = [vars(config) for config in configs.values()]
-        # Everything is seen to grow. A hook point is read for its hooks alone.
+        # Everything is seen to grow. A hook point is read for its hooks alone, a module but for
+        # what it notes about itself while it runs.
         registers = [vars(m)[name] for m in self.modules for name in _REGISTERS]
         self._all = [*registers, *points, *others, *_GLOBAL_HOOKS]
-        self._read = [*filter(None, registers), *others, *_GLOBAL_HOOKS]
+        self._registers = [*filter(None, registers), *_GLOBAL_HOOKS]
+        self._attributes = [
+            (attributes, key)
+            for attributes in others
+            for key in attributes
+            if not key.startswith("_") or key in _REGISTERS
+        ]
         weights = [vars(m)[kind] for m in self.modules for kind in _TENSORS if vars(m)[kind]]
         tensors = {id(t): t for register in weights for t in register.values() if t is not None}
         self._plain = [tensor for tensor in tensors.values() if _is_plain(tensor)]
@@ -178,12 +185,9 @@ class Look:
 
     def mark(self) -> tuple[Any, ...]:
         """Compares equal for as long as nothing is seen to have changed."""
-        values = itertools.chain.from_iterable(map(dict.values, self._read))
-        settings = itertools.chain.from_iterable(map(dict.values, self._configs))
         return (
             list(map(len, self._all)),
-            list(map(id, values)),
-            list(map(id, settings)),
+            list(map(id, self._values())),
             [id(cls.forward) for cls in self._classes],
             [(tensor.data_ptr(), tensor.dtype) for tensor in self._plain],
             [tensor._version for tensor in self._counted],
@@ -192,8 +196,13 @@ class Look:
 
     def functions(self) -> list[Any]:
         """The functions whose identity the mark holds."""
-        values = itertools.chain.from_iterable(map(dict.values, (*self._read, *self._configs)))
-        return [value for value in values if callable(value) and _is_function(value)]
+        return [value for value in self._values() if callable(value) and _is_function(value)]
+
+    def _values(self) -> Iterator[Any]:
+        """What modules and configurations hold."""
+        own = (attributes.get(key) for attributes, key in self._attributes)
+        held = map(dict.values, (*self._registers, *self._configs))
+        return itertools.chain(own, itertools.chain.from_iterable(held))
 
 
 class _Part:

@@ -327,7 +327,7 @@ class ModelView:
 
     # Runs
 
-    @property
+    @functools.cached_property
     def hook_points(self) -> Mapping[str, Any]:
         """Every hook of the model by name."""
         return self.model.hook_dict

@@ -200,8 +200,7 @@ class Chunk:
         # What the clean run and the projections laid out for it hold is not there for the stacks.
         self.max_bytes = max(run.max_bytes - self.clean.n_bytes, run.max_bytes // 4)
         self.plain = self._own_blocks()
-        self._controlled: dict[int, tuple[int, int]] = {}
-        """From where on the unchanged run was seen to be right, by number of rows."""
+        self._is_control_due = False
         self.deltas = Deltas(self.clean, self.plain, lambda: self.replays)
         self.clean_rows = take(self.clean.final, self.read_at)
         self.scores = Scores(self.view, reading, rows, self.clean_rows, self.max_bytes)
@@ -257,11 +256,12 @@ class Chunk:
             variants: all of them, whichever are wanted: stacks are made up of these.
             wants: told of a stack's number and its variants' numbers; None for all.
         """
-        for place, (numbers, route) in enumerate(self._stacks(variants)):
+        for place, (numbers, route, is_first) in enumerate(self._stacks(variants)):
+            self._is_control_due |= is_first
             if wants is not None and not wants(place, numbers):
                 continue
             stack = [variants[number] for number in numbers]
-            found = self._evaluated(stack, route)
+            found = self._evaluated(stack, route, is_first)
             if found is not None:
                 yield numbers, *found, route
                 continue
@@ -269,7 +269,9 @@ class Chunk:
             for own, total, direct, other in self.evaluate(stack):
                 yield [numbers[number] for number in own], total, direct, other
 
-    def _evaluated(self, stack: list[Variant], route: Route) -> tuple[Tensor, Tensor] | None:
+    def _evaluated(
+        self, stack: list[Variant], route: Route, is_first: bool
+    ) -> tuple[Tensor, Tensor] | None:
         """Patched and direct of a stack [variant, rows]; None where its route disagrees."""
         if route == "plain" and self.plain is None:
             return None
@@ -287,7 +289,7 @@ class Chunk:
             direct = torch.where(changed, base + direct - ours, base)
         if not bool(changed.any()):
             return base, direct
-        total = self._total(stack, delta, route)
+        total = self._total(stack, delta, route, is_first)
         return None if total is None else (torch.where(changed, total, base), direct)
 
     def _reached(self, variant: Variant) -> Tensor:
@@ -297,9 +299,11 @@ class Chunk:
             return changed
         return changed & (self.read_at >= self._first_changed(variant)[:, None]).any(1)
 
-    def _total(self, stack: list[Variant], delta: Tensor, route: Route) -> Tensor | None:
+    def _total(
+        self, stack: list[Variant], delta: Tensor, route: Route, is_first: bool
+    ) -> Tensor | None:
         if route == "plain":
-            final = self._propagate(stack, delta)
+            final = self._propagate(stack, delta, is_first)
             return None if final is None else self.score(final)
         if route == "replay":
             return self.score(self._replayed(stack))
@@ -309,8 +313,11 @@ class Chunk:
 
     # Stacks
 
-    def _stacks(self, variants: Sequence[Variant]) -> Iterator[tuple[list[int], Route]]:
-        """Numbers of variants that run together: same route, similar rows, in order of start."""
+    def _stacks(self, variants: Sequence[Variant]) -> Iterator[tuple[list[int], Route, bool]]:
+        """Numbers of variants that run together, their route, and whether they lead their group.
+
+        A group has one route and similar rows; its stacks are in order of start.
+        """
         groups: dict[tuple[Any, ...], list[int]] = {}
         for number, variant in enumerate(variants):
             route = self._route(variant)
@@ -320,7 +327,7 @@ class Chunk:
             numbers.sort(key=lambda number: self._start(variants[number]))
             size = self._stack_size(route, n_rows)
             for begin in range(0, len(numbers), size):
-                yield numbers[begin : begin + size], route
+                yield numbers[begin : begin + size], route, begin == 0
 
     def _start(self, variant: Variant) -> tuple[int, int]:
         return min((stage(edit.site) for edit in variant), default=(self.view.n_layers, 0))
@@ -360,21 +367,25 @@ class Chunk:
 
     # Plain route
 
-    def _propagate(self, stack: list[Variant], delta: Tensor) -> Tensor | None:
+    def _propagate(self, stack: list[Variant], delta: Tensor, is_first: bool) -> Tensor | None:
         """Changed states behind the edited stage -> last states at the rows that are read.
 
-        The unchanged run goes along as a control, from where none of so many rows has begun yet.
-        None where that does not come out as the model's own.
+        The unchanged run goes along with the first stack of a group, as a control; where that
+        stack is worked elsewhere, it goes alone. (With other numbers of rows a product may round
+        otherwise, so a stack has the same members whoever works it.) None where it does not come
+        out as the model's own.
         """
         assert self.plain is not None
         first = functools.reduce(torch.minimum, map(self._first_changed, stack))
+        control, self._is_control_due = self._is_control_due, False
+        if control and not is_first and not self.repeats(self._start(stack[0])[0], first):
+            return None
+        control &= is_first
         walk = Walk(self.view, self.plain, self.clean, self.deltas, first, self.read_at)
         arrivals: dict[tuple[int, Place], Tensor] = {}
         layer, place = self._start(stack[0])
         inside = any(is_inside_attention(edit.site) for edits in stack for edit in edits)
         where: Place = "pre" if inside else self._place_behind(place)
-        n_rows, begin = walk.keys.shape[1], (layer, ("pre", "mid", "post").index(where))
-        control = begin < self._controlled.get(n_rows, (self.view.n_layers, 0))
         if control:
             arrivals[layer, where] = self._unchanged(walk, layer, where)
         for (layer, place), numbers in itertools.groupby(
@@ -389,7 +400,6 @@ class Chunk:
         if control:
             if not self._is_clean(final[0], first):
                 return None
-            self._controlled[n_rows] = begin
             final = final[1:]
         unread = (self.read_at < first[:, None])[None, :, :, None]
         return torch.where(unread, self.clean_rows, final)
