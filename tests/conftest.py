@@ -91,17 +91,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _few(cases: list[Any], seed: int) -> list[Any]:
     """Choose cases of a test such that every value of every parameter is in one of them.
 
-    Of the models (the parameters `toy` and `cell`) it is every third. Which are taken, and which
-    values meet, differs from test to test.
+    Of many models (`toy` and `cell`) it is every third, and at most about six; of long lists of
+    architectures and of changes (`name`) every second. Which are taken, and which values meet,
+    differs from test to test.
     """
     values = {c: {(name, id(v)) for name, v in c.callspec.params.items()} for c in cases}
     missing = set().union(*values.values())
-    for name in ("toy", "cell"):
+    for name in ("toy", "cell", "name"):
         models = list(
             dict.fromkeys(value for c in cases for value in values[c] if value[0] == name)
         )
-        if len(models) > 3:
-            missing -= {model for n, model in enumerate(models) if (n + seed) % 3}
+        stride = max(3, len(models) // 6) if name != "name" else 2
+        if len(models) > (3 if name != "name" else 12):
+            missing -= {model for n, model in enumerate(models) if (n + seed) % stride}
     chosen = []
     while missing:
         best = max(cases, key=lambda c: (len(values[c] & missing), crc32(c.nodeid.encode())))
