@@ -42,7 +42,17 @@ if TYPE_CHECKING:
     from resid_patching.lens.logit import logit_lens
     from resid_patching.lens.readout import LensReadout
     from resid_patching.lens.tuned import TunedLens
-    from resid_patching.metrics import custom, kl, logit, logit_diff, loss, prob, top1_change
+    from resid_patching.metrics import (
+        Metric,
+        any_of,
+        custom,
+        kl,
+        logit,
+        logit_diff,
+        loss,
+        prob,
+        top1_change,
+    )
     from resid_patching.models import ModelView, load
     from resid_patching.paths import Receivers, inputs, receivers
     from resid_patching.processes import Team, team
@@ -79,6 +89,8 @@ _HOME = {
     "Receivers": "paths",
     "inputs": "paths",
     "receivers": "paths",
+    "Metric": "metrics",
+    "any_of": "metrics",
     "custom": "metrics",
     "kl": "metrics",
     "logit": "metrics",
@@ -138,6 +150,8 @@ __all__ = [
     "Receivers",
     "inputs",
     "receivers",
+    "Metric",
+    "any_of",
     "custom",
     "kl",
     "logit",

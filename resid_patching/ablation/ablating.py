@@ -141,7 +141,6 @@ def ablate(
         axes.insert(1, Axis("receiver", kind.ends.labels))
     elif isinstance(kind, Path):
         patched, direct = patched[:, 0], direct[:, 0]
-    weights = getattr(chosen, "weights", None)
     return Effect(
         values=patched - found.baseline,
         axes=tuple(axes),
@@ -154,7 +153,7 @@ def ablate(
         baseline=found.baseline,
         patched=patched,
         direct=direct - found.baseline,
-        weights=None if weights is None else weights(run),
+        weights=None if chosen.weights is None else chosen.weights(run),
         routes=found.routes,
     )
 

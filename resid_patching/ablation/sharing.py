@@ -278,7 +278,7 @@ def identity_of(
         "receivers": list(kind.ends.labels) if isinstance(kind, Path) else [],
         "plan": origin.plan,
         "positions": _hash_of([place.index for place in places]),
-        "tokens scored": _hash_of([reading.positions.index, reading.columns]),
+        "tokens scored": _hash_of([reading.positions.index, reading.columns, reading.tokens]),
         "routes": list(routes),
         "max_bytes": [one.max_bytes for one in (run, other) if one is not None],
         "hooks": list(origin.user_hooks),
