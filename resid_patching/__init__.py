@@ -13,6 +13,7 @@ Analyses of the residual stream for TransformerLens models:
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from resid_patching.version import __version__
@@ -41,9 +42,19 @@ if TYPE_CHECKING:
     from resid_patching.lens.logit import logit_lens
     from resid_patching.lens.readout import LensReadout
     from resid_patching.lens.tuned import TunedLens
-    from resid_patching.metrics import custom, kl, logit, logit_diff, loss, prob, top1_change
+    from resid_patching.metrics import (
+        Metric,
+        any_of,
+        custom,
+        kl,
+        logit,
+        logit_diff,
+        loss,
+        prob,
+        top1_change,
+    )
     from resid_patching.models import ModelView, load
-    from resid_patching.paths import Readers, inputs, readers
+    from resid_patching.paths import Receivers, inputs, receivers
     from resid_patching.processes import Team, team
     from resid_patching.prompt_sets import (
         PromptPairs,
@@ -75,9 +86,11 @@ _HOME = {
     "differences": "prompt_sets",
     "indirect_object_prompts": "prompt_sets",
     "read_pairs": "prompt_sets",
-    "Readers": "paths",
+    "Receivers": "paths",
     "inputs": "paths",
-    "readers": "paths",
+    "receivers": "paths",
+    "Metric": "metrics",
+    "any_of": "metrics",
     "custom": "metrics",
     "kl": "metrics",
     "logit": "metrics",
@@ -134,9 +147,11 @@ __all__ = [
     "differences",
     "indirect_object_prompts",
     "read_pairs",
-    "Readers",
+    "Receivers",
     "inputs",
-    "readers",
+    "receivers",
+    "Metric",
+    "any_of",
     "custom",
     "kl",
     "logit",
@@ -175,7 +190,15 @@ __all__ = [
 ]
 
 
+# Names of before, for this version; each with the name of now.
+_RENAMED = {"readers": "receivers", "Readers": "Receivers"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        message = f"resid_patching.{name} is now resid_patching.{_RENAMED[name]}"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return __getattr__(_RENAMED[name])
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_HOME[name]}")

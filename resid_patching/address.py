@@ -1,11 +1,11 @@
-"""Where in the model: writers, stream states, readers and nodes, as values and as text.
+"""Where in the model: senders, stream states, receivers and nodes, as values and as text.
 
 The text is the papers' notation and `parse(str(a)) == a` for every address:
 
-    writers   embed  pos_embed  attn.6  9.9  attn.9.bias  mlp.6  mlp.10.2214  mlp.10.bias
+    senders   embed  pos_embed  attn.6  9.9  attn.9.bias  mlp.6  mlp.10.2214  mlp.10.bias
     constants ln_final.bias  unembed.bias
     states    resid_pre.6  resid_mid.6  resid_post.11
-    readers   10.0.q  10.0.k  10.0.v  mlp.10.in  logits
+    receivers   10.0.q  10.0.k  10.0.v  mlp.10.in  logits
     nodes     9.9.z  9.9.pattern
     edges     9.9->10.0.q
 
@@ -63,7 +63,7 @@ class Attn(_InLayer):
 
 @dataclass(frozen=True, order=True)
 class AttnBias(_InLayer):
-    """The output bias of an attention layer, a writer of its own."""
+    """The output bias of an attention layer, a sender of its own."""
 
     def __str__(self) -> str:
         return f"attn.{self.layer}.bias"
@@ -79,7 +79,7 @@ class MLP(_InLayer):
 
 @dataclass(frozen=True, order=True)
 class MLPBias(_InLayer):
-    """The output bias of an MLP, a writer of its own."""
+    """The output bias of an MLP, a sender of its own."""
 
     def __str__(self) -> str:
         return f"mlp.{self.layer}.bias"
@@ -174,7 +174,7 @@ class MLPIn(_InLayer):
 
 @dataclass(frozen=True, order=True)
 class Logits:
-    """The model's output, the last reader of the stream."""
+    """The model's output, the last receiver of the stream."""
 
     def __str__(self) -> str:
         return "logits"
@@ -197,55 +197,55 @@ class HeadNode(_InLayer):
         return f"{self.layer}.{self.head}.{self.which}"
 
 
-Writer: TypeAlias = Embed | PosEmbed | Attn | AttnBias | MLP | MLPBias | Head | Neuron
+Sender: TypeAlias = Embed | PosEmbed | Attn | AttnBias | MLP | MLPBias | Head | Neuron
 Constant: TypeAlias = FinalNormBias | UnembedBias
-Reader: TypeAlias = HeadInput | MLPIn | Logits | Stream
-Address: TypeAlias = Writer | Constant | Stream | HeadInput | MLPIn | Logits | HeadNode
+Receiver: TypeAlias = HeadInput | MLPIn | Logits | Stream
+Address: TypeAlias = Sender | Constant | Stream | HeadInput | MLPIn | Logits | HeadNode
 
-WRITERS = (Embed, PosEmbed, Attn, AttnBias, MLP, MLPBias, Head, Neuron)
-READERS = (HeadInput, MLPIn, Logits, Stream)
+SENDERS = (Embed, PosEmbed, Attn, AttnBias, MLP, MLPBias, Head, Neuron)
+RECEIVERS = (HeadInput, MLPIn, Logits, Stream)
 
-# Stages inside a layer of sequential blocks; a write at stage s reaches a reader at stage > s.
+# Stages inside a layer of sequential blocks; a write at stage s reaches a receiver at stage > s.
 _WRITE_STAGE = {Attn: 1, AttnBias: 1, Head: 1, MLP: 3, MLPBias: 3, Neuron: 3}
 _READ_STAGE = {"pre": 0, "attn": 0, "mid": 2, "mlp": 2, "post": 4}
 
 
-def write_stage(sender: Writer) -> tuple[int, int]:
-    """When a writer adds to the stream, as (layer, stage in the layer)."""
+def write_stage(sender: Sender) -> tuple[int, int]:
+    """When a sender adds to the stream, as (layer, stage in the layer)."""
     if isinstance(sender, Embed | PosEmbed):
         return (-1, 0)
     return (sender.layer, _WRITE_STAGE[type(sender)])
 
 
-def read_stage(reader: Reader) -> tuple[int | float, int]:
-    """When a reader takes its input from the stream, as (layer, stage in the layer)."""
-    if isinstance(reader, Logits):
+def read_stage(receiver: Receiver) -> tuple[int | float, int]:
+    """When a receiver takes its input from the stream, as (layer, stage in the layer)."""
+    if isinstance(receiver, Logits):
         return (float("inf"), 0)
-    if isinstance(reader, Stream):
-        return (reader.layer, _READ_STAGE[reader.place])
-    return (reader.layer, _READ_STAGE["attn" if isinstance(reader, HeadInput) else "mlp"])
+    if isinstance(receiver, Stream):
+        return (receiver.layer, _READ_STAGE[receiver.place])
+    return (receiver.layer, _READ_STAGE["attn" if isinstance(receiver, HeadInput) else "mlp"])
 
 
 @dataclass(frozen=True)
 class Edge:
-    """One route through the stream, from a writer to a reader. Refuses to run back in time."""
+    """One route through the stream, from a sender to a receiver. Refuses to run back in time."""
 
-    sender: Writer
-    reader: Reader
+    sender: Sender
+    receiver: Receiver
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sender, WRITERS):
-            raise AddressError(f"an edge starts at a writer; {self.sender} is none")
-        if not isinstance(self.reader, READERS):
-            raise AddressError(f"an edge ends at a reader; {self.reader} is none")
-        if not write_stage(self.sender) < read_stage(self.reader):
+        if not isinstance(self.sender, SENDERS):
+            raise AddressError(f"an edge starts at a sender; {self.sender} is none")
+        if not isinstance(self.receiver, RECEIVERS):
+            raise AddressError(f"an edge ends at a receiver; {self.receiver} is none")
+        if not write_stage(self.sender) < read_stage(self.receiver):
             raise CausalityError(
-                f"{self.sender} -> {self.reader} runs back in time: the reader acts before "
-                "the sender writes. Choose a reader of a later layer."
+                f"{self.sender} -> {self.receiver} runs back in time: the receiver acts before "
+                "the sender writes. Choose a receiver of a later layer."
             )
 
     def __str__(self) -> str:
-        return f"{self.sender}->{self.reader}"
+        return f"{self.sender}->{self.receiver}"
 
 
 _RULES: list[tuple[re.Pattern[str], Callable[[re.Match[str]], Address]]] = [
@@ -295,7 +295,7 @@ def parse(text: str | Address) -> Address:
         AddressError: the text names no place in a transformer.
     """
     if not isinstance(text, str):
-        if isinstance(text, (*WRITERS, *READERS, FinalNormBias, UnembedBias, HeadNode)):
+        if isinstance(text, (*SENDERS, *RECEIVERS, FinalNormBias, UnembedBias, HeadNode)):
             return text
         raise AddressError(f"an address is a text such as '9.9' or 'mlp.6', got {text!r}")
     stripped = text.strip()
@@ -312,15 +312,15 @@ def parse_edge(text: str | Edge) -> Edge:
     """Reads an edge such as `9.9->10.0.q`.
 
     Raises:
-        AddressError: no edge, or its ends are no writer and reader.
-        CausalityError: the reader acts before the sender writes.
+        AddressError: no edge, or its ends are no sender and receiver.
+        CausalityError: the receiver acts before the sender writes.
     """
     if isinstance(text, Edge):
         return text
-    sender, arrow, reader = text.partition("->")
+    sender, arrow, receiver = text.partition("->")
     if not arrow:
         raise AddressError(f"{text!r} is no edge. An edge is written 9.9->10.0.q")
-    return Edge(parse(sender), parse(reader))  # type: ignore[arg-type]
+    return Edge(parse(sender), parse(receiver))  # type: ignore[arg-type]
 
 
 def hook_name(address: Address) -> str:

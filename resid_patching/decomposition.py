@@ -32,8 +32,8 @@ from resid_patching.address import (
     MLPBias,
     Neuron,
     PosEmbed,
+    Sender,
     Stream,
-    Writer,
     hook_name,
 )
 from resid_patching.errors import GapError
@@ -44,9 +44,9 @@ from resid_patching.run import RowReader, Run
 By = Literal["component", "head", "neuron"]
 
 
-def writers_of(view: ModelView, by: By) -> list[Writer]:
+def writers_of(view: ModelView, by: By) -> list[Sender]:
     """The writers of a model at a grain, in the order they write."""
-    found: list[Writer] = [Embed()]
+    found: list[Sender] = [Embed()]
     if view.has_pos_embed:
         found.append(PosEmbed())
     for layer in range(view.n_layers):
@@ -77,7 +77,7 @@ class Parts:
 
     run: Run
     by: By
-    writers: tuple[Writer, ...]
+    writers: tuple[Sender, ...]
 
     def __repr__(self) -> str:
         return f"Parts({len(self.writers)} by {self.by}, {self.run!r})"
@@ -237,7 +237,7 @@ class _Projector:
         written = self._project(self._take(activation, rows), rows)
         self.values[self.place[PosEmbed()], rows] = written
 
-    def _whole(self, writer: Writer) -> RowReader:
+    def _whole(self, writer: Sender) -> RowReader:
         return functools.partial(self._read_whole, self.place[writer])
 
     def _read_whole(self, place: int, activation: Tensor, rows: slice) -> None:
@@ -272,7 +272,7 @@ class _Projector:
         first = self.place[part(layer, 0)]
         self.values[first : first + len(found), rows] = found
 
-    def _write_bias(self, writer: Writer, bias: Tensor) -> None:
+    def _write_bias(self, writer: Sender, bias: Tensor) -> None:
         bias = bias.to(self.device, self.dtype)
         if self.vectors:
             self.values[self.place[writer]] = bias

@@ -6,7 +6,10 @@
     loss()                     mean of -log p(next token) over the prompt    nats
     kl()                       KL(clean run || changed run)                  nats
     top1_change()              1 where the top prediction changed            changed
-    custom(function)           any function of the logits            its unit
+    custom(function)           any function of the logits                    its unit
+
+An answer may be a set of tokens, `any_of(" Mary", " Marie")`: probabilities add up; of several
+logits the caller says whether their mean or their log-sum-exp is meant.
 
 A metric states the rows and columns that it reads, so that the rest is never unembedded. Logits
 are the model's own, after any output softcap.
@@ -14,107 +17,262 @@ are the model's own, after any output softcap.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from resid_patching.errors import PromptError
+from resid_patching.errors import PromptError, TokenError
 from resid_patching.per_prompt import PerPrompt, named_function, takes_prompts
-from resid_patching.prompts import PositionIndex, Positions, Tokens, tokens_for
+from resid_patching.prompts import (
+    PositionIndex,
+    Positions,
+    Token,
+    Tokens,
+    tokens_for,
+    warn_missing_space,
+)
 from resid_patching.rerun import Reading
 from resid_patching.run import Run
+from resid_patching.tokens import single_token
+
+
+@dataclass(frozen=True, repr=False)
+class Metric:
+    """One number for each prompt from the logits; made by the functions of this module.
+
+    Attributes:
+        name: what it is, in words.
+        unit: what its numbers are measured in.
+        bind: run -> what is read of the run's logits, and what is made of them.
+        weights: run -> how many tokens each prompt's number is a mean over [batch], by which
+            prompts are averaged; None where each prompt counts alike.
+    """
+
+    name: str
+    unit: str
+    bind: Callable[[Run], Reading]
+    weights: Callable[[Run], Tensor] | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"Metric({self.name}, in {self.unit or 'no unit'})"
 
 
 @dataclass(frozen=True)
-class LogitDiff:
-    """logit[answer] - logit[foil] at a position of each prompt."""
+class AnyOf:
+    """A set of tokens, any of which counts; see `any_of`."""
 
-    answer: Tokens
-    foil: Tokens
-    position: Positions = -1
-    unit = "logits"
+    tokens: tuple[Token, ...]
+    logits: Literal["mean", "logsumexp"] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tokens or not all(isinstance(token, str | int) for token in self.tokens):
+            raise TypeError(f"any_of takes tokens as texts or ids; got {self.tokens!r}")
+        if self.logits not in (None, "mean", "logsumexp"):
+            raise ValueError(f"logits is 'mean' or 'logsumexp'; got {self.logits!r}")
 
     def __str__(self) -> str:
-        return f"logit difference {_shown(self.answer)} - {_shown(self.foil)}{_at(self.position)}"
+        few = [repr(token) for token in self.tokens[:3]]
+        more = len(self.tokens) - len(few)
+        return f"any of {', '.join(few)}{f' and {more} more' if more else ''}"
 
-    def bind(self, run: Run) -> Reading:
-        """What is read of a run's logits."""
-        view, prompts = run.view, run.prompts
-        ids = [
-            tokens_for(view, prompts, self.answer, "answer"),
-            tokens_for(view, prompts, self.foil, "foil"),
-        ]
+
+Answers: TypeAlias = Tokens | AnyOf | Sequence[Token | AnyOf]
+"""A token or a set of them, or one for each prompt."""
+
+
+def any_of(*tokens: Token, logits: Literal["mean", "logsumexp"] | None = None) -> AnyOf:
+    """A set of tokens as the answer or foil of a metric: `rp.prob(rp.any_of(" Mary", " Marie"))`.
+
+    Args:
+        tokens: as texts or ids, each of them one token.
+        logits: what `logit` and `logit_diff` make of the set's logits: their "mean", or their
+            "logsumexp", of which a difference is the log of a ratio of probabilities. There is no
+            default. `prob` adds the probabilities up and does not need it.
+
+    Raises:
+        TypeError: no tokens.
+        ValueError: `logits` is something else.
+    """
+    return AnyOf(tokens, logits)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sets:
+    """The tokens that count in each prompt.
+
+    Attributes:
+        ids: [batch, k].
+        counts: which of them are meant; the rest fills up the rows [batch, k].
+        logsumexp: in which prompts logits are put together so; in the others by their mean [batch].
+    """
+
+    ids: Int[Tensor, "batch k"]
+    counts: Bool[Tensor, "batch k"]
+    logsumexp: Bool[Tensor, " batch"]
+
+    def together(self, logits: Float[Tensor, "variant rows k"], rows: slice) -> Tensor:
+        """The sets' logits as one for each prompt [variant, rows]."""
+        counts = self.counts[rows]
+        mean = torch.where(counts, logits, 0).sum(-1) / counts.sum(-1)
+        if not bool(self.logsumexp[rows].any()):
+            return mean
+        log = logits.masked_fill(~counts, -torch.inf).logsumexp(-1)
+        return torch.where(self.logsumexp[rows], log, mean)
+
+
+def _sets(run: Run, answers: Answers, what: str) -> _Sets:
+    """The ids of an answer or foil in each prompt.
+
+    Raises:
+        TokenError: a text that is not one token, a token that is twice in a set, or not one
+            answer for each prompt.
+    """
+    given = [answers] if isinstance(answers, AnyOf) else answers
+    rows: list[list[int]]
+    if not _has_sets(given):
+        rows = [[token] for token in tokens_for(run.view, run.prompts, answers, what)]  # type: ignore[arg-type]
+        sets: list[Token | AnyOf] = [row[0] for row in rows]
+    else:
+        sets = list(given) * (len(run) if isinstance(answers, AnyOf) else 1)  # type: ignore[arg-type]
+        if len(sets) != len(run):
+            raise TokenError(f"{len(sets)} {what}s were given for {len(run)} prompts")
+        found: dict[Token | AnyOf, list[int]] = {}
+        for one, prompt in zip(sets, run.prompts.texts, strict=True):
+            if one not in found:
+                found[one] = _ids(run, one, what, prompt)
+        rows = [found[one] for one in sets]
+    size = max(map(len, rows))
+    device = run.view.device
+    return _Sets(
+        torch.tensor([row + row[:1] * (size - len(row)) for row in rows], device=device),
+        torch.tensor([[n < len(row) for n in range(size)] for row in rows], device=device),
+        torch.tensor([getattr(one, "logits", None) == "logsumexp" for one in sets], device=device),
+    )
+
+
+def _ids(run: Run, one: Token | AnyOf, what: str, prompt: str | None) -> list[int]:
+    """The ids of one prompt's answer."""
+    tokens = one.tokens if isinstance(one, AnyOf) else (one,)
+    found = [single_token(run.view, token, what) for token in tokens]
+    for token in tokens:
+        warn_missing_space(run.view, token, prompt, what)
+    if twice := [token for token, id in zip(tokens, found, strict=True) if found.count(id) > 1]:
+        raise TokenError(f"{what}: {twice[0]!r} and {twice[1]!r} of a set are the same token")
+    return found
+
+
+def _has_sets(answers: object) -> bool:
+    one_each = isinstance(answers, Sequence) and not isinstance(answers, str)
+    return one_each and any(isinstance(one, AnyOf) for one in answers)  # type: ignore[union-attr]
+
+
+def _require_combined(answers: Answers) -> None:
+    """Raises ValueError where a set has several logits, and nobody said which number is meant."""
+    sets = answers if _has_sets(answers) else [answers]
+    for one in sets:  # type: ignore[union-attr]
+        if isinstance(one, AnyOf) and one.logits is None:
+            raise ValueError(
+                f"{one}: a set has several logits. Say what is meant, "
+                "rp.any_of(..., logits='mean') or rp.any_of(..., logits='logsumexp'), or measure "
+                "rp.prob, which adds the probabilities up"
+            )
+
+
+def logit_diff(answer: Answers, foil: Answers, *, position: Positions = -1) -> Metric:
+    """logit[answer] - logit[foil].
+
+    Args:
+        answer: a token as text or id, a set `any_of(..., logits=...)`, or one for each prompt.
+        foil: likewise.
+        position: where it is read, in every prompt or one for each (-1: the last real token).
+
+    Raises:
+        TypeError: no position.
+        ValueError: a set that does not say how its logits are put together.
+    """
+    _require_combined(answer)
+    _require_combined(foil)
+    position = _single(position)
+
+    def bind(run: Run) -> Reading:
+        left, right = _sets(run, answer, "answer"), _sets(run, foil, "foil")
+        n = left.ids.shape[1]
 
         def evaluate(logits: Tensor, rows: slice, clean: Tensor | None) -> Tensor:
-            return logits[:, :, 0, 0] - logits[:, :, 0, 1]
+            one = logits[:, :, 0]
+            return left.together(one[..., :n], rows) - right.together(one[..., n:], rows)
 
-        where = run.locate(_single(self.position))
-        return Reading(where, torch.tensor(ids, device=view.device).T, evaluate)
+        return Reading(run.locate(position), torch.cat([left.ids, right.ids], 1), evaluate)
 
-
-@dataclass(frozen=True)
-class Logit:
-    """logit[token] at a position of each prompt."""
-
-    token: Tokens
-    position: Positions = -1
-    unit = "logits"
-
-    def __str__(self) -> str:
-        return f"logit of {_shown(self.token)}{_at(self.position)}"
-
-    def bind(self, run: Run) -> Reading:
-        """What is read of a run's logits."""
-        ids = tokens_for(run.view, run.prompts, self.token, "token")
-
-        def evaluate(logits: Tensor, rows: slice, clean: Tensor | None) -> Tensor:
-            return logits[:, :, 0, 0]
-
-        columns = torch.tensor(ids, device=run.view.device)[:, None]
-        return Reading(run.locate(_single(self.position)), columns, evaluate)
+    name = f"logit difference {_shown(answer)} - {_shown(foil)}{_at(position)}"
+    return Metric(name, "logits", bind)
 
 
-@dataclass(frozen=True)
-class Prob:
-    """The probability of a token at a position of each prompt."""
+def logit(token: Answers, *, position: Positions = -1) -> Metric:
+    """The logit of a token. Not comparable between centred and uncentred unembeddings.
 
-    token: Tokens
-    position: Positions = -1
-    unit = "probability"
+    Args:
+        token: a token as text or id, a set `any_of(..., logits=...)`, or one for each prompt.
+        position: where it is read.
 
-    def __str__(self) -> str:
-        return f"probability of {_shown(self.token)}{_at(self.position)}"
+    Raises:
+        TypeError: no position.
+        ValueError: a set that does not say how its logits are put together.
+    """
+    _require_combined(token)
+    position = _single(position)
 
-    def bind(self, run: Run) -> Reading:
-        """What is read of a run's logits."""
-        ids = tokens_for(run.view, run.prompts, self.token, "token")
-        chosen = torch.tensor(ids, device=run.view.device)
+    def bind(run: Run) -> Reading:
+        sets = _sets(run, token, "token")
 
         def evaluate(logits: Tensor, rows: slice, clean: Tensor | None) -> Tensor:
-            index = chosen[rows][None, :, None].expand(len(logits), -1, 1)
-            return logits[:, :, 0].softmax(-1).gather(-1, index)[..., 0]
+            return sets.together(logits[:, :, 0], rows)
 
-        return Reading(run.locate(_single(self.position)), None, evaluate)
+        return Reading(run.locate(position), sets.ids, evaluate)
+
+    return Metric(f"logit of {_shown(token)}{_at(position)}", "logits", bind)
 
 
-@dataclass(frozen=True)
-class Loss:
-    """Mean cross-entropy of each next token of a prompt, in nats; pads are no tokens."""
+def prob(token: Answers, *, position: Positions = -1) -> Metric:
+    """The probability of a token, or that the next token is any of a set.
 
-    unit = "nats"
+    Args:
+        token: a token as text or id, a set `any_of(...)`, or one for each prompt.
+        position: where it is read.
 
-    def __str__(self) -> str:
-        return "loss per token"
+    Raises:
+        TypeError: no position.
+    """
+    position = _single(position)
 
-    def bind(self, run: Run) -> Reading:
-        """What is read of a run's logits.
+    def bind(run: Run) -> Reading:
+        sets = _sets(run, token, "token")
 
-        Raises:
-            PromptError: a prompt of one token has no next token.
-        """
+        def evaluate(logits: Tensor, rows: slice, clean: Tensor | None) -> Tensor:
+            index = sets.ids[rows].expand(len(logits), -1, -1)
+            each = logits[:, :, 0].softmax(-1).gather(-1, index)
+            return torch.where(sets.counts[rows], each, 0).sum(-1)
+
+        return Reading(run.locate(position), None, evaluate, tokens=sets.ids)
+
+    return Metric(f"probability of {_shown(token)}{_at(position)}", "probability", bind)
+
+
+def loss() -> Metric:
+    """Mean cross-entropy of each next token of a prompt, in nats; pads are no tokens.
+
+    Raises:
+        PromptError: when it is measured: a prompt of one token has no next token.
+    """
+
+    def bind(run: Run) -> Reading:
         lengths = run.prompts.lengths
         if short := [row for row, length in enumerate(lengths) if length < 2]:
             raise PromptError(f"prompt {short[0]} has one token, and so no next token to score")
@@ -133,24 +291,21 @@ class Loss:
 
         return Reading(PositionIndex(index), None, evaluate)
 
-    def weights(self, run: Run) -> Tensor:
-        """Scored tokens of each prompt [batch]."""
+    def weights(run: Run) -> Tensor:
         return torch.tensor(run.prompts.lengths, device=run.view.device) - 1
 
+    return Metric("loss per token", "nats", bind, weights)
 
-@dataclass(frozen=True)
-class KL:
-    """KL(clean run || changed run) at a position, or the mean over all where it is None."""
 
-    position: Positions = -1
-    unit = "nats"
+def kl(*, position: Positions = -1) -> Metric:
+    """KL(clean run || changed run), in nats.
 
-    def __str__(self) -> str:
-        return f"KL from the clean run{_at(self.position)}"
+    Args:
+        position: where it is read; None for the mean over all positions.
+    """
 
-    def bind(self, run: Run) -> Reading:
-        """What is read of a run's logits."""
-        where = run.locate(self.position)
+    def bind(run: Run) -> Reading:
+        where = run.locate(position)
 
         def evaluate(logits: Tensor, rows: slice, clean: Tensor | None) -> Tensor:
             assert clean is not None
@@ -161,105 +316,28 @@ class KL:
 
         return Reading(where, None, evaluate, needs_clean=True)
 
+    return Metric(f"KL from the clean run{_at(position)}", "nats", bind)
 
-@dataclass(frozen=True)
-class Top1Change:
-    """1 where the most probable token at a position is another than in the clean run."""
 
-    position: Positions = -1
-    unit = "changed"
+def top1_change(*, position: Positions = -1) -> Metric:
+    """1 where the most probable token is another than in the clean run, else 0.
 
-    def __str__(self) -> str:
-        return f"change of the top prediction{_at(self.position)}"
+    Args:
+        position: where it is read.
 
-    def bind(self, run: Run) -> Reading:
-        """What is read of a run's logits."""
+    Raises:
+        TypeError: no position.
+    """
+    position = _single(position)
 
+    def bind(run: Run) -> Reading:
         def evaluate(logits: Tensor, rows: slice, clean: Tensor | None) -> Tensor:
             assert clean is not None
             return (logits[:, :, 0].argmax(-1) != clean[:, 0].argmax(-1)).to(logits.dtype)
 
-        return Reading(run.locate(_single(self.position)), None, evaluate, needs_clean=True)
+        return Reading(run.locate(position), None, evaluate, needs_clean=True)
 
-
-@dataclass(frozen=True)
-class Custom:
-    """A function of the caller's that gives each prompt one number; see `custom`."""
-
-    function: Callable[..., Tensor]
-    position: Positions = None
-    name: str = ""
-    unit: str = ""
-
-    def __post_init__(self) -> None:
-        takes_prompts(self.function)
-
-    def __str__(self) -> str:
-        return self.name or named_function(self.function)
-
-    def bind(self, run: Run) -> Reading:
-        """What is read of a run's logits."""
-        where = run.locate(self.position)
-        n_positions = where.valid.sum(1).tolist()
-        own = PerPrompt(self.function, str(self), run, n_positions)
-        return Reading(where, None, own.evaluate)
-
-
-Metric: TypeAlias = LogitDiff | Logit | Prob | Loss | KL | Top1Change | Custom
-
-
-def logit_diff(answer: Tokens, foil: Tokens, *, position: Positions = -1) -> LogitDiff:
-    """logit[answer] - logit[foil].
-
-    Args:
-        answer: a token as text or id, or one for each prompt.
-        foil: likewise.
-        position: where it is read, in every prompt or one for each (-1: the last real token).
-    """
-    return LogitDiff(answer, foil, position)
-
-
-def logit(token: Tokens, *, position: Positions = -1) -> Logit:
-    """The logit of a token. Not comparable between centred and uncentred unembeddings.
-
-    Args:
-        token: a token as text or id, or one for each prompt.
-        position: where it is read.
-    """
-    return Logit(token, position)
-
-
-def prob(token: Tokens, *, position: Positions = -1) -> Prob:
-    """The probability of a token.
-
-    Args:
-        token: a token as text or id, or one for each prompt.
-        position: where it is read.
-    """
-    return Prob(token, position)
-
-
-def loss() -> Loss:
-    """Mean cross-entropy of the next token over each prompt, in nats."""
-    return Loss()
-
-
-def kl(*, position: Positions = -1) -> KL:
-    """KL(clean run || changed run), in nats.
-
-    Args:
-        position: where it is read; None for the mean over all positions.
-    """
-    return KL(position)
-
-
-def top1_change(*, position: Positions = -1) -> Top1Change:
-    """1 where the top prediction is another than in the clean run, else 0.
-
-    Args:
-        position: where it is read.
-    """
-    return Top1Change(position)
+    return Metric(f"change of the top prediction{_at(position)}", "changed", bind)
 
 
 def custom(
@@ -268,7 +346,7 @@ def custom(
     position: Positions = None,
     name: str = "",
     unit: str = "",
-) -> Custom:
+) -> Metric:
     """A function of your own: logits [n, pos, d_vocab] in, one number a prompt [n] out.
 
     Each call has prompts of equal length without padding: `logits[:, -1]` is after each prompt's
@@ -298,24 +376,32 @@ def custom(
         MetricError: when it is measured: it gives no tensor [n], or numbers that depend on other
             prompts, or it holds something for each prompt and more are needed at once than fit.
     """
-    return Custom(function, position, name, unit)
+    takes_prompts(function)
+    shown = name or named_function(function)
+
+    def bind(run: Run) -> Reading:
+        where = run.locate(position)
+        n_positions = where.valid.sum(1).tolist()
+        return Reading(where, None, PerPrompt(function, shown, run, n_positions).evaluate)
+
+    return Metric(shown, unit, bind)
 
 
-def as_metric(metric: Any) -> Metric:
+def as_metric(metric: Metric | Callable[..., Tensor]) -> Metric:
     """A metric, or a callable of logits as one.
 
     Raises:
         TypeError: neither.
     """
-    if isinstance(metric, LogitDiff | Logit | Prob | Loss | KL | Top1Change | Custom):
+    if isinstance(metric, Metric):
         return metric
-    factories = (logit_diff, logit, prob, loss, kl, top1_change, custom)
+    factories = (logit_diff, logit, prob, loss, kl, top1_change, custom, any_of)
     if isinstance(metric, type) or not callable(metric) or metric in factories:
         raise TypeError(
             "metric is rp.logit_diff(answer, foil), rp.logit(token), rp.prob(token), rp.loss(), "
             f"rp.kl(), rp.top1_change(), or a function of logits; got {metric!r}"
         )
-    return Custom(metric)  # type: ignore[arg-type]
+    return custom(metric)
 
 
 def _single(position: Positions) -> Positions:
@@ -324,10 +410,11 @@ def _single(position: Positions) -> Positions:
     return position
 
 
-def _shown(tokens: Tokens) -> str:
-    if isinstance(tokens, str | int):
-        return repr(tokens)
-    return "(one a prompt)"
+def _shown(answers: Answers) -> str:
+    if isinstance(answers, AnyOf):
+        combined = "" if answers.logits is None else f" ({answers.logits})"
+        return f"{answers}{combined}"
+    return repr(answers) if isinstance(answers, str | int) else "(one a prompt)"
 
 
 def _at(position: Positions) -> str:

@@ -286,11 +286,11 @@ def tokens_for(view: ModelView, prompts: Prompts, tokens: Tokens, what: str) -> 
         raise TokenError(f"{len(tokens)} {what}s were given for {len(prompts)} prompts")
     ids = [single_token(view, token, what) for token in tokens]
     for token in dict.fromkeys(tokens):
-        _warn_missing_space(view, token, prompts.texts[tokens.index(token)], what)
+        warn_missing_space(view, token, prompts.texts[tokens.index(token)], what)
     return ids
 
 
-def _warn_missing_space(view: ModelView, token: Token, prompt: str | None, what: str) -> None:
+def warn_missing_space(view: ModelView, token: Token, prompt: str | None, what: str) -> None:
     """Warns where an answer lacks the leading space that would make it another single token."""
     if not isinstance(token, str) or token[:1].isspace() or not token[:1].isalnum():
         return

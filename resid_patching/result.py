@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -156,6 +157,9 @@ class Result:
         Raises:
             KeyError: no such axis.
         """
+        if name == "reader" and all(axis.name != name for axis in self.axes):
+            warnings.warn("the axis reader is now receiver", DeprecationWarning, stacklevel=3)
+            name = "receiver"
         for axis in self.axes:
             if axis.name == name:
                 return axis
@@ -319,7 +323,8 @@ def _decode(value: Any) -> Any:
             dtype = getattr(torch, value["dtype"])
             return torch.tensor(_with_nan(value["tensor"]), dtype=dtype, device="cpu")
         if "axis" in value:
-            return Axis(value["axis"], tuple(value["labels"]))
+            name = "receiver" if value["axis"] == "reader" else value["axis"]  # before 0.1.0
+            return Axis(name, tuple(value["labels"]))
         if "provenance" in value:
             fields = dict(value["provenance"])
             fields["user_hooks"] = tuple(fields.get("user_hooks", ()))

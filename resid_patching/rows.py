@@ -44,7 +44,7 @@ class Row:
 
     Attributes:
         target: the target's address, as text.
-        column: the reader or the position, where there are several beside each other.
+        column: the receiver or the position, where there are several beside each other.
         prompts: the first prompt, and the one behind the last.
         routes: how it was run.
         values: baseline, patched and frozen: the metric, not differences of it.
@@ -218,7 +218,7 @@ def _line(body: dict[str, Any]) -> bytes:
 def _encoded(row: Row) -> dict[str, Any]:
     body: dict[str, Any] = {"target": row.target}
     if row.column is not None:
-        body["position" if isinstance(row.column, int) else "reader"] = row.column
+        body["position" if isinstance(row.column, int) else "receiver"] = row.column
     body |= {"prompts": list(row.prompts), "routes": list(row.routes)}
     for name, values in zip(_VALUES, row.values.tolist(), strict=True):
         body[name] = [_number(value) for value in values]
@@ -241,7 +241,7 @@ def _decoded(body: dict[str, Any]) -> Row:
         raise ValueError(f"it holds {len(values[0])} values for {stop - start} prompts")
     return Row(
         target=body["target"],
-        column=body.get("reader", body.get("position")),
+        column=body.get("receiver", body.get("position")),
         prompts=(start, stop),
         routes=tuple(body["routes"]),
         values=torch.tensor(values, dtype=torch.float64),

@@ -85,7 +85,7 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Numbers of heads, layer by head: an effect of one reader, or an attribution."""
+    """Numbers of heads, layer by head: an effect of one receiver, or an attribution."""
 
     title: str
     result: rp.Effect | rp.Attribution
@@ -214,7 +214,7 @@ def _to_logits(found: Study, top: int) -> Section:
 
 def _to_queries(found: Study, top: int) -> Section:
     reached = [head for head in found.up if head not in found.unreached]
-    columns = {head: found.to_queries.reader(f"{head}.q") for head in reached}
+    columns = {head: found.to_queries.receiver(f"{head}.q") for head in reached}
     facts: list[tuple[str, tuple[str, ...]]] = []
     if found.unreached:
         facts.append(("no path", (f"no head writes before {', '.join(found.unreached)}",)))

@@ -107,7 +107,7 @@ def study(
         to_logits=to_logits,
         up=up,
         down=strongest(to_logits, n_heads, +1),
-        to_queries=_paths(base, source, rp.readers(*(f"{h}.q" for h in up)), metric, pairs),
+        to_queries=_paths(base, source, rp.receivers(*(f"{h}.q" for h in up)), metric, pairs),
         **_knocked_out(base, source, metric, up, sets),
     )
 

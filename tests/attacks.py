@@ -68,7 +68,7 @@ def _results() -> dict[str, Any]:
         "path effect": rp.ablate(
             run,
             ["0.1", "2.0"],
-            rp.Path(to=rp.readers("1.1.q", "logits"), using=rp.Zero(), mlps="freeze"),
+            rp.Path(to=rp.receivers("1.1.q", "logits"), using=rp.Zero(), mlps="freeze"),
             metric=metric,
         ),
         "linearised": rp.linearised_paths(run, ["0.1"], path, metric=metric),

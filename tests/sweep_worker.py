@@ -67,14 +67,14 @@ def sweep(name: str, **options) -> rp.Effect:
             run = captured(token_rows(1, 4, (40, 41)))
             return rp.ablate(run, rp.neurons(run.view, 1), rp.Zero(), **options)
         case "paths side by side":
-            ends = rp.readers("1.0.q", "2.1.k", ["mlp.1.in", "2.2.v"], "logits")
+            ends = rp.receivers("1.0.q", "2.1.k", ["mlp.1.in", "2.2.v"], "logits")
             how = rp.Path(to=ends, using=rp.Zero(), mlps="recompute")
             return rp.ablate(run, heads, how, **options)
         case "paths to the logits":
             how = rp.Path(to="logits", using=rp.Zero(), mlps="freeze")
             return rp.ablate(run, [*heads, "mlp.0"], how, **options)
         case "paths by hooks":
-            ends = rp.readers("2.1.k", "mlp.1.in")
+            ends = rp.receivers("2.1.k", "mlp.1.in")
             how = rp.Path(to=ends, using=rp.Zero(), mlps="recompute")
             return rp.ablate(captured(many[:30]), heads[:6], how, routes=("full",), **options)
     raise KeyError(name)

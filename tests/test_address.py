@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import resid_patching as rp
 from resid_patching.address import (
     MLP,
-    WRITERS,
+    SENDERS,
     Attn,
     AttnBias,
     Edge,
@@ -41,7 +41,7 @@ writers = st.one_of(
     st.builds(Head, index, index),
     st.builds(Neuron, index, index),
 )
-readers = st.one_of(
+receivers = st.one_of(
     st.builds(HeadInput, index, index, st.sampled_from("qkv")),
     st.builds(MLPIn, index),
     st.builds(Logits),
@@ -52,7 +52,7 @@ others = st.one_of(
     st.builds(UnembedBias),
     st.builds(HeadNode, index, index, st.sampled_from(["z", "pattern"])),
 )
-addresses = st.one_of(writers, readers, others)
+addresses = st.one_of(writers, receivers, others)
 
 
 @given(addresses)
@@ -96,16 +96,16 @@ def step(place):
     return 10 * place.layer + within
 
 
-@given(writers, readers)
-def test_an_edge_exists_exactly_where_the_reader_acts_after_the_writer(sender, reader):
-    if step(sender) < step(reader):
-        edge = Edge(sender, reader)
+@given(writers, receivers)
+def test_an_edge_exists_exactly_where_the_receiver_acts_after_the_writer(sender, receiver):
+    if step(sender) < step(receiver):
+        edge = Edge(sender, receiver)
         assert parse_edge(str(edge)) == edge == parse_edge(edge)
     else:
         with pytest.raises(CausalityError, match="runs back in time"):
-            Edge(sender, reader)
+            Edge(sender, receiver)
         with pytest.raises(CausalityError):
-            parse_edge(f"{sender}->{reader}")
+            parse_edge(f"{sender}->{receiver}")
 
 
 def test_the_edges_of_one_layer():
@@ -180,4 +180,4 @@ def test_an_index_is_a_whole_number_from_0(value):
 
 def test_addresses_sort_by_layer_and_part():
     assert sorted([Head(1, 0), Head(0, 3), Head(0, 1)]) == [Head(0, 1), Head(0, 3), Head(1, 0)]
-    assert len(WRITERS) == 8
+    assert len(SENDERS) == 8

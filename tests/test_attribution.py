@@ -541,7 +541,7 @@ def test_results_hold_no_graph_of_weights_that_require_gradients(backend):
     assert not run.logits_at(-1).requires_grad
 
 
-@pytest.mark.parametrize("failure", ["answer", "position", "hook", "reader", "user hook"])
+@pytest.mark.parametrize("failure", ["answer", "position", "hook", "receiver", "user hook"])
 @backends
 def test_the_model_is_left_as_it_was_when_something_raises(backend, failure):
     model = zoo.fresh(backend)
@@ -556,7 +556,7 @@ def test_the_model_is_left_as_it_was_when_something_raises(backend, failure):
     model.add_hook(hook_at("mlp_out", 1), break_down)
     rp.capture(model, zoo.RAGGED)
     before = zoo.snapshot(model)
-    if failure in ("reader", "user hook"):
+    if failure in ("receiver", "user hook"):
         broken.append(failure)
     with pytest.raises((TokenError, PositionError, HookNotFiredError, RuntimeError)):
         match failure:
@@ -566,7 +566,7 @@ def test_the_model_is_left_as_it_was_when_something_raises(backend, failure):
                 rp.direct_logit_attribution(run, 3, 6, positions=99)
             case "hook":
                 run.sweep({"blocks.0.attn.hook_result": lambda tensor, rows: None})
-            case "reader":
+            case "receiver":
                 run.sweep({hook_at("resid_post", 0): lambda tensor, rows: break_down(tensor)})
             case "user hook":
                 rp.direct_logit_attribution(run, 3, 6)

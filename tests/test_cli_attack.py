@@ -483,10 +483,10 @@ def test_a_file_that_is_read_is_not_written_over(capsys, tmp_path, reads, name):
 def test_a_result_goes_into_a_pipe_and_the_pipe_stays(capsys, tmp_path, argv_of):
     pipe, found = tmp_path / "pipe", []
     os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: found.append(pipe.read_text(encoding="utf-8")))
-    reader.start()
+    receiver = threading.Thread(target=lambda: found.append(pipe.read_text(encoding="utf-8")))
+    receiver.start()
     assert run(capsys, *argv_of("dla"), "--json", pipe)[0] == 0
-    reader.join(60)
+    receiver.join(60)
     assert json.loads(found[0])["prompts"] == [PROMPT] and pipe.is_fifo()
     if os.path.isdir("/dev/fd"):  # what a shell's >(...) gives
         ours, theirs = os.pipe()
@@ -501,8 +501,8 @@ def test_a_result_goes_into_a_pipe_and_the_pipe_stays(capsys, tmp_path, argv_of)
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_closed_pipe_is_no_error(capsys, monkeypatch, argv_of, name):
-    reader, writer = os.pipe()
-    os.close(reader)
+    receiver, writer = os.pipe()
+    os.close(receiver)
     with open(writer, "w", encoding="utf-8") as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
         assert call(argv_of(name)) == 0

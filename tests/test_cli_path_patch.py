@@ -90,16 +90,16 @@ def rows_of(out, title):
 
 
 @pytest.mark.parametrize("mlps", ["freeze", "recompute"])
-@pytest.mark.parametrize("readers", [["logits"], ["2.0.q", "mlp.2.in"], ["2.0.k", "resid_mid.2"]])
+@pytest.mark.parametrize("receivers", [["logits"], ["2.0.q", "mlp.2.in"], ["2.0.k", "resid_mid.2"]])
 @pytest.mark.parametrize("together", [False, True])
-def test_paths_are_those_of_the_library(capsys, tmp_path, model, pair, mlps, readers, together):
+def test_paths_are_those_of_the_library(capsys, tmp_path, model, pair, mlps, receivers, together):
     found, body, _ = found_by(
-        *(capsys, tmp_path, "attn.1", "0.3", "mlp.0", *both("--to", readers), "--mlps", mlps),
+        *(capsys, tmp_path, "attn.1", "0.3", "mlp.0", *both("--to", receivers), "--mlps", mlps),
         *("--using", "resample", "--positions", "-1", *["--together"] * together),
         *given(pair, model),
     )
     loaded = rp.load(model)
-    to = readers if together or len(readers) == 1 else rp.readers(*readers)
+    to = receivers if together or len(receivers) == 1 else rp.receivers(*receivers)
     expected = rp.ablate(
         rp.capture(loaded, pair[0]),
         ["attn.1", "0.3", "mlp.0"],
@@ -142,11 +142,11 @@ def test_senders_taken_together_are_one_row(capsys, tmp_path, model, pair):
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "mlp"])
-def test_readers_of_one_kind_are_swept(capsys, tmp_path, model, pair, which):
+def test_receivers_of_one_kind_are_swept(capsys, tmp_path, model, pair, which):
     flags = ["--sweep", "layers", "--to", "logits", "--to-sweep", which, *PATH, "--top", "50"]
     found, _, out = found_by(capsys, tmp_path, *flags, *given(pair, model))
     swept = tuple(map(str, rp.inputs(rp.load(model), which)))
-    assert found.readers == ("logits", *swept)
+    assert found.receivers == ("logits", *swept)
     n_paths = int((~found.values[..., 0].isnan()).sum())
     assert len(rows_of(out, "path")) == n_paths
 
@@ -208,7 +208,7 @@ def test_prompts_direction_and_baselines_come_before_the_numbers(capsys, tmp_pat
     assert f'differs  pair 0:  {position} "{base}" -> "{source}"' in out
     assert "base runs;" in out and "at its value in source" in out
     assert "Direction: source into base" in out and "Sign: negative:" in out
-    assert "recompute: MLPs between sender and reader answer" in out
+    assert "recompute: MLPs between sender and receiver answer" in out
     base_mean, source_mean = float(found.baseline.mean()), sum(body["source_metric"]) / 6
     assert f"base {base_mean:+.4f} logits" in out
     assert f"source - base {source_mean - base_mean:+.4f}" in out
@@ -237,20 +237,20 @@ def test_a_sweep_of_heads_is_a_map_that_marks_what_cannot_be(capsys, tmp_path):
         else:
             means = [float(found.sel(target=f"{layer}.{head}").mean()) for head in range(4)]
             assert [float(cell) for cell in cells[1:]] == pytest.approx(means, abs=1e-3)
-    assert "8 of 16 senders have no path to the reader" in out
+    assert "8 of 16 senders have no path to the receiver" in out
 
 
-def test_alternatives_are_a_table_of_senders_by_readers(capsys, tmp_path):
+def test_alternatives_are_a_table_of_senders_by_receivers(capsys, tmp_path):
     flags = ["0.1", "1.1", "mlp.0", "--to", "1.0.k", "--to", "3.2.q", *PATH, *DRAWN]
     found, _, out = found_by(capsys, tmp_path, *flags)
-    lines = out.split("sender by reader")[1].splitlines()[1:5]
+    lines = out.split("sender by receiver")[1].splitlines()[1:5]
     assert lines[0].split() == ["1.0.k", "3.2.q"]
     for line, sender in zip(lines[1:], found.targets, strict=True):
         name, *cells = line.split()
         assert name == sender
-        for cell, reader in zip(cells, found.readers, strict=True):
-            value = float(found.sel(target=sender, reader=reader).mean())
-            if sender == "1.1" and reader == "1.0.k":
+        for cell, receiver in zip(cells, found.receivers, strict=True):
+            value = float(found.sel(target=sender, receiver=receiver).mean())
+            if sender == "1.1" and receiver == "1.0.k":
                 assert cell == "." and value != value
             else:
                 assert float(cell) == pytest.approx(value, abs=1e-3)
@@ -404,7 +404,7 @@ ENOUGH = ["--base", "x", "--source", "x"]
         (["0.1", "--to", "logits", "--mlps", "freeze"], "required: --using"),
         (["0.1", "--to", "logits", "--mlps", "thaw", "--using", "zero"], "invalid choice: 'thaw'"),
         (["--to", "logits", *PATH], "no sender was given"),
-        (["0.1", *PATH], "no reader was given"),
+        (["0.1", *PATH], "no receiver was given"),
         (ASKED, "none was given"),
         ([*ASKED, *ENOUGH, "--pairs", "p"], "got --base and --pairs"),
         ([*ASKED, "--base", "x", *SCORED], "--base was given 1 times and --source 0 times"),

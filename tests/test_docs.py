@@ -1,6 +1,6 @@
-"""Every Python block and every command of the README and the docs runs, as its reader would run it.
+"""Every Python block and every command of the README and the docs runs, as a reader would run it.
 
-The demo model stands in for others, and small made-up texts for the reader's files.
+The demo model stands in for others, and small made-up texts for the receiver's files.
 """
 
 import importlib

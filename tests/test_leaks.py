@@ -37,7 +37,7 @@ CHILD = """
         rp.logit_lens(run).measure("kl", "entropy", top=3)
         rp.stream_report(run)
         rp.ablate(run, ["0.1", "mlp.1", "1.2.q", "1.0.pattern"], resample, metric=metric)
-        path = rp.Path(to=rp.readers("1.1.q", "mlp.2.in"), using=resample, mlps="recompute")
+        path = rp.Path(to=rp.receivers("1.1.q", "mlp.2.in"), using=resample, mlps="recompute")
         rp.ablate(run, ["0.1", "embed"], path, metric=metric)
         lens = rp.fit_tuned_lens(
             model, texts, length=8, validation_tokens=8, steps=1, step_tokens=8, step_windows=1,

@@ -505,7 +505,7 @@ def test_a_pass_of_the_blocks_reads_the_same_and_leaves_the_unembedding_out(back
 
 
 @backends
-def test_a_reader_that_fails_in_a_pass_of_the_blocks_leaves_the_model_as_it_was(backend):
+def test_a_receiver_that_fails_in_a_pass_of_the_blocks_leaves_the_model_as_it_was(backend):
     view = ModelView(zoo.build(backend))
 
     def fail(activation):
@@ -534,10 +534,10 @@ def test_a_hook_that_does_not_fire_before_the_unembedding_is_an_error(backend):
 
 
 def keep(found, name):
-    def reader(activation):
+    def receiver(activation):
         found[name] = activation.clone()
 
-    return reader
+    return receiver
 
 
 def edit_in_place(model):

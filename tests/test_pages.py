@@ -94,12 +94,12 @@ def test_the_page_of_paths_leaves_out_what_has_no_path(tmp_path, model):
     ends = ["--to", "1.1.q", "--to", "logits", "--mlps", "freeze"]
     page = page_of(tmp_path, "path-patch", "--model", model, "--sweep", "heads", *ends, *flags)
     run = rp.capture(rp.load(model), PROMPT)
-    path = rp.Path(to=rp.readers("1.1.q", "logits"), using=rp.Zero(), mlps="freeze")
+    path = rp.Path(to=rp.receivers("1.1.q", "logits"), using=rp.Zero(), mlps="freeze")
     effect = rp.ablate(run, rp.heads(run), path, metric=rp.logit_diff(" the", " a"))
     _, rows = tables(page)
     frame = effect.to_frame().dropna(subset=["value"])
-    expected = {(row.target, row.reader): f"{row.value:+.4f}" for row in frame.itertuples()}
-    assert {(sender, reader): total for sender, reader, total, *_ in rows} == expected
+    expected = {(row.target, row.receiver): f"{row.value:+.4f}" for row in frame.itertuples()}
+    assert {(sender, receiver): total for sender, receiver, total, *_ in rows} == expected
     assert len(expected) < effect.values.numel()
 
 

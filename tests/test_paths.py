@@ -32,7 +32,7 @@ from zoo_paths import (
     few_senders,
     grid,
     joint_senders,
-    readers,
+    receivers,
     runs,
     senders,
     twins,
@@ -49,7 +49,7 @@ from resid_patching.errors import (
     StreamMismatchError,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:logits is written together with other readers")
+pytestmark = pytest.mark.filterwarnings("ignore:logits is written together with other receivers")
 toys = pytest.mark.parametrize("toy", TOYS, ids=str)
 backends = pytest.mark.parametrize("toy", KINDS_OF_BACKEND, ids=str)
 modes = pytest.mark.parametrize("mlps", MODES)
@@ -149,16 +149,16 @@ def test_the_reference_gives_a_query_what_is_written_before_it_by_hand(toy):
 
 
 @toys
-def test_the_reference_with_all_upstream_writers_gives_a_reader_its_source_value(toy):
+def test_the_reference_with_all_upstream_writers_gives_a_receiver_its_source_value(toy):
     base, source = twins(toy)
     kv = toy.n_kv_heads - 1
     reading = ["2.1.q", f"2.{kv}.k", f"2.{kv}.v", "resid_pre.2"]
     for by_head in (False, True):
         sending = upstream(toy, 2, by_head=by_head)
         noted = base.record(sending, reading, source.value, None, "freeze")
-        for reader in reading:
-            assert_close(noted[reader], source.value(reader))
-            assert largest(noted[reader] - base.value(reader)) > 0.1
+        for receiver in reading:
+            assert_close(noted[receiver], source.value(receiver))
+            assert largest(noted[receiver] - base.value(receiver)) > 0.1
         one_less = base.record(sending[1:], reading, source.value, None, "freeze")
         assert all(largest(one_less[r] - source.value(r)) > 1e-3 for r in reading)
 
@@ -168,7 +168,7 @@ def test_the_reference_changes_nothing_when_the_source_is_the_base(toy):
     base = twins(toy)[0]
     for mlps in MODES:
         for sending in joint_senders(toy):
-            noted = base.record(sending, readers(toy), base.value, None, mlps)
+            noted = base.record(sending, receivers(toy), base.value, None, mlps)
             for reading in (["logits"], ["2.1.q", "mlp.1.in"], ["resid_pre.2"]):
                 total, direct = base.write(reading, noted, None)
                 assert_close(total, base.clean)
@@ -211,18 +211,18 @@ def test_the_reference_knows_what_comes_before_what(toy):
     base = twins(toy)[0]
     for sender in senders(toy):
         steps = torch.ones_like(base.value(sender)).cumsum(-1)
-        noted = base.record([sender], readers(toy), lambda _, v=steps: v, None, "recompute")
-        for reader in readers(toy):
-            state = "resid_post.2" if reader == "logits" else reader
-            if reader.startswith("mlp"):
-                clean = base.record([], [reader], base.value, None, "recompute")[reader]
+        noted = base.record([sender], receivers(toy), lambda _, v=steps: v, None, "recompute")
+        for receiver in receivers(toy):
+            state = "resid_post.2" if receiver == "logits" else receiver
+            if receiver.startswith("mlp"):
+                clean = base.record([], [receiver], base.value, None, "recompute")[receiver]
             else:
                 clean = base.value(state)
-            moved = largest(noted[reader] - clean)
-            assert (moved > 1e-6) is base.reaches([sender], [reader]), (sender, reader)
+            moved = largest(noted[receiver] - clean)
+            assert (moved > 1e-6) is base.reaches([sender], [receiver]), (sender, receiver)
 
 
-# Every sender to every reader, under both conventions: as the reference does
+# Every sender to every receiver, under both conventions: as the reference does
 
 
 def averaged(toy, sender):
@@ -270,7 +270,7 @@ def fall_to(toy, mlps, place, sets, reading):
 def expected_cells(toy, sets, reading, cells, new, places, mlps, metric):
     """Yield each cell of the grid with what the slow way makes of it [2, prompt]."""
     twin, noted = twins(toy)[0], {}
-    every = sorted({reader for group in reading for reader in group})
+    every = sorted({receiver for group in reading for receiver in group})
     for row, column in cells:
         if row not in noted:
             noted[row] = twin.record(sets[row], every, new, places, mlps)
@@ -388,7 +388,7 @@ def test_the_reference_notices_a_planted_error(toy, error):
         wrong = base.effect(["0.1"], reading, source.value, None, "freeze", metric)
     elif error == "position":
         wrong = base.effect(["0.1"], reading, source.value, -2, "recompute", metric)
-    elif error == "together":  # one reader after the other, not all with the others frozen
+    elif error == "together":  # one receiver after the other, not all with the others frozen
         noted = base.record(*args[:1], reading, *args[2:])
         noted["2.1.q"] = slow.activations(toy.model, base.tokens, [
             ("blocks.1.attn.hook_q", slow.putting(base.where(None), noted["1.1.q"], 1)),
@@ -485,14 +485,14 @@ def unchanged(toy, model, mlps):
 
 @pytest.mark.parametrize("by_head", [False, True], ids=["by layer", "by head"])
 @toys
-def test_with_all_upstream_writers_and_frozen_mlps_a_reader_takes_its_source_value(toy, by_head):
+def test_with_all_upstream_writers_and_frozen_mlps_a_receiver_takes_its_source_value(toy, by_head):
     run, source = runs(toy)
     sending = upstream(toy, 2, by_head=by_head)
     kv = toy.n_kv_heads - 1
     reading = ["2.1.q", f"2.{kv}.k", f"2.{kv}.v", "resid_pre.2"]
     for positions in (None, PER_ROW):
         options = {"metric": METRICS["loss"], "positions": positions}
-        to = rp.readers(*reading)
+        to = rp.receivers(*reading)
         path = patch(run, sending, to, resample(source), "freeze", joint=True, **options)
         whole = rp.ablate(run, reading, resample(source), **options)
         assert_close(path.total[0], whole.total)
@@ -520,7 +520,7 @@ def test_what_comes_before_what_is_as_in_the_paper(toy, mlps):
     pairs = patch(
         run,
         ["1.2", "attn.1", "mlp.1", "mlp.1.5", "1.0", "mlp.2"],
-        rp.readers("1.0.q", "mlp.1.in", "resid_post.1", "resid_pre.2", "logits"),
+        rp.receivers("1.0.q", "mlp.1.in", "resid_post.1", "resid_pre.2", "logits"),
         resample(source),
         mlps,
     )
@@ -533,7 +533,7 @@ def test_what_comes_before_what_is_as_in_the_paper(toy, mlps):
 
 @modes
 @backends
-def test_a_path_to_a_reader_before_its_sender_alone_is_nan_too(toy, mlps):
+def test_a_path_to_a_receiver_before_its_sender_alone_is_nan_too(toy, mlps):
     effect = patch(runs(toy)[0], ["2.0", "0.1"], "1.2.q", rp.Zero(), mlps)
     assert names(effect) == ["target", "batch"]
     assert effect.total[0].isnan().all() and not effect.total[1].isnan().any()
@@ -592,7 +592,7 @@ def test_each_alternative_is_what_it_is_alone(toy, mlps):
     run, source = runs(toy)
     reading = columns(toy)
     effect = patch(run, few_senders(), grid(reading), resample(source), mlps)
-    assert names(effect) == ["target", "reader", "batch"]
+    assert names(effect) == ["target", "receiver", "batch"]
     for number, group in enumerate(reading):
         alone = patch(
             run, few_senders(), group if len(group) > 1 else group[0], resample(source), mlps
@@ -601,12 +601,12 @@ def test_each_alternative_is_what_it_is_alone(toy, mlps):
         assert_close(alone.total, effect.total[:, number])
         assert_close(alone.direct, effect.direct[:, number])
         if len(group) == 1:
-            assert_close(effect.reader(group[0]).total, alone.total)
+            assert_close(effect.receiver(group[0]).total, alone.total)
 
 
 @backends
-def test_a_last_reader_that_overrides_the_others_is_warned_of(toy):
-    match = "logits is written together with other readers"
+def test_a_last_receiver_that_overrides_the_others_is_warned_of(toy):
+    match = "logits is written together with other receivers"
     with pytest.warns(PathWarning, match=match) as caught:
         effect = patch(runs(toy)[0], "0.1", ["1.0.q", "logits"], rp.Zero(), "freeze")
     assert caught[0].filename == __file__
@@ -625,7 +625,7 @@ def test_senders_given_once_alone_and_once_as_a_set_of_one_are_the_same(toy, mlp
 
 
 @toys
-def test_inputs_lists_every_reader_of_a_kind(toy):
+def test_inputs_lists_every_receiver_of_a_kind(toy):
     model = toy.model
     kv = toy.n_kv_heads
     every = {"q": 4, "k": kv, "v": kv}
@@ -633,7 +633,7 @@ def test_inputs_lists_every_reader_of_a_kind(toy):
         expected = [f"{layer}.{head}.{kind}" for layer in range(3) for head in range(n_heads)]
         assert list(map(str, rp.inputs(model, kind))) == expected
     assert list(map(str, rp.inputs(model, "mlp"))) == [f"mlp.{layer}.in" for layer in range(3)]
-    effect = patch(runs(toy)[0], "0.1", rp.readers(*rp.inputs(model, "k")), rp.Zero(), "freeze")
+    effect = patch(runs(toy)[0], "0.1", rp.receivers(*rp.inputs(model, "k")), rp.Zero(), "freeze")
     assert effect.values.shape == (1, 3 * kv, 3)
     assert effect.values[0, :kv].isnan().all() and not effect.values[0, kv:].isnan().any()
 
@@ -837,32 +837,32 @@ def test_senders_that_overlap_do_not_send_together_but_may_one_by_one(toy, sendi
 
 
 @pytest.mark.parametrize(
-    "reader",
+    "receiver",
     ["1.9.q", "3.0.q", "3.0.k", "resid_post.3", "mlp.5.in", "1.2", "1.2.z", "embed", "attn.1",
      "mlp.1", "1.2.pattern", "nowhere", "unembed.bias"],
 )  # fmt: skip
 @backends
-def test_only_readers_of_the_model_read(toy, reader):
+def test_only_receivers_of_the_model_read(toy, receiver):
     run = runs(toy)[0]
-    named = reader.removesuffix(".in")
-    for to in (reader, ["logits", reader], "grid"):
+    named = receiver.removesuffix(".in")
+    for to in (receiver, ["logits", receiver], "grid"):
         with Counter(toy.model) as counter, pytest.raises(AddressError, match=named):
-            to = rp.readers("logits", reader) if to == "grid" else to
+            to = rp.receivers("logits", receiver) if to == "grid" else to
             patch(run, "0.1", to, rp.Zero(), "freeze")
         assert counter.passes == 0
 
 
 @pytest.mark.parametrize(
-    ("readers", "message"),
+    ("receivers", "message"),
     [
         (["1.2.q", "1.2.q"], "1.2.q was given twice"),
         (["logits", "resid_post.2"], "resid_post.2 was given twice (once as logits)"),
     ],
 )
 @backends
-def test_readers_that_are_written_together_are_different_ones(toy, readers, message):
+def test_receivers_that_are_written_together_are_different_ones(toy, receivers, message):
     with pytest.raises(AddressError) as error:
-        patch(runs(toy)[0], "0.1", readers, rp.Zero(), "freeze")
+        patch(runs(toy)[0], "0.1", receivers, rp.Zero(), "freeze")
     assert str(error.value) == message
 
 
@@ -875,7 +875,7 @@ def test_no_state_lies_between_parallel_sublayers():
 @pytest.mark.parametrize("to", [[], (), None, "empty"], ids=str)
 def test_a_path_leads_somewhere(to):
     with pytest.raises((AblationError, AddressError)):
-        to = rp.readers() if to == "empty" else to
+        to = rp.receivers() if to == "empty" else to
         patch(runs(GPT2)[0], "0.1", to, rp.Zero(), "freeze")
 
 
@@ -926,7 +926,7 @@ def test_a_linearised_path_to_the_logits_is_what_is_written_along_their_directio
 def test_linearised_paths_are_exact_where_there_is_no_norm(mlps):
     model = zoo.hooked_variant(normalization_type=None)
     run, source = rp.capture(model, ROWS), rp.capture(model, OTHERS)
-    for to in ("logits", "2.1.q", ["1.0.q", "2.3.q"], "mlp.2.in", rp.readers("logits", "2.0.k")):
+    for to in ("logits", "2.1.q", ["1.0.q", "2.3.q"], "mlp.2.in", rp.receivers("logits", "2.0.k")):
         path = rp.Path(to=to, using=resample(source), mlps=mlps)
         result = rp.linearised_paths(run, ["0.1", "1.2", "mlp.0"], path, metric=DIFF)
         assert largest(result.error) < 1e-10
@@ -983,7 +983,7 @@ def test_frozen_paths_agree_with_transformerlens(component):
 def compare_with_own_tool(toy, component):
     run, source = runs(toy)
     logit_scale = float(twins(toy)[0].clean.abs().max())
-    to = rp.readers(*rp.inputs(toy.model, component))
+    to = rp.receivers(*rp.inputs(toy.model, component))
     for sender in ((0, 1), (1, 2)):
         theirs = direct_path(toy, sender, component).double()
         ours = patch(run, "{}.{}".format(*sender), to, resample(source), "freeze")
@@ -1003,11 +1003,11 @@ def test_keys_and_values_of_grouped_queries_which_their_tool_refuses_agree_with_
     for component in "kv":
         every = list(map(str, rp.inputs(toy.model, component)))
         effect = patch(
-            runs(toy)[0], ["0.1", "1.2"], rp.readers(*every), resample(runs(toy)[1]), "freeze"
+            runs(toy)[0], ["0.1", "1.2"], rp.receivers(*every), resample(runs(toy)[1]), "freeze"
         )
         for row, sender in enumerate(["0.1", "1.2"]):
-            for column, reader in enumerate(every):
-                args = ([sender], [reader], source.value, None, "freeze", "logit_diff")
+            for column, receiver in enumerate(every):
+                args = ([sender], [receiver], source.value, None, "freeze", "logit_diff")
                 assert_close(stacked(effect)[:, row, column], base.effect(*args))
 
 
@@ -1018,11 +1018,13 @@ def test_keys_and_values_of_grouped_queries_which_their_tool_refuses_agree_with_
 @modes
 def test_P01_paths_to_keys_and_values_go_by_key_value_head(toy, mlps):
     run, source = runs(toy)
-    readers_of_one_layer = [reader for reader in rp.inputs(toy.model, "k") if reader.layer == 2]
-    assert list(map(str, readers_of_one_layer)) == ["2.0.k", "2.1.k"]
-    effect = patch(run, "0.1", rp.readers(*readers_of_one_layer), resample(source), mlps)
+    receivers_of_one_layer = [
+        receiver for receiver in rp.inputs(toy.model, "k") if receiver.layer == 2
+    ]
+    assert list(map(str, receivers_of_one_layer)) == ["2.0.k", "2.1.k"]
+    effect = patch(run, "0.1", rp.receivers(*receivers_of_one_layer), resample(source), mlps)
     assert effect.values.shape == (1, 2, 3)
-    assert all(largest(effect.reader(label).total) > 1e-3 for label in ("2.0.k", "2.1.k"))
+    assert all(largest(effect.receiver(label).total) > 1e-3 for label in ("2.0.k", "2.1.k"))
     with pytest.raises(AddressError, match=r"2\.2\.k.*heads 0 to 1|heads 0 to 1"):
         patch(run, "0.1", "2.2.k", resample(source), mlps)
     patch(run, "0.1", "2.3.q", resample(source), mlps)
@@ -1054,7 +1056,7 @@ def test_P02_split_inputs_on_or_off_are_the_same_numbers_and_stay_as_they_were(
     else:
         model = zoo.fresh_named("llama_grouped" if grouped else "gpt2_untied")
     kv = 1 if grouped else 3
-    to = rp.readers("logits", "2.1.q", f"2.{kv}.k", f"1.{kv}.v", ["1.1.q", "mlp.2.in"])
+    to = rp.receivers("logits", "2.1.q", f"2.{kv}.k", f"1.{kv}.v", ["1.1.q", "mlp.2.in"])
     found = []
     for value in (False, True):
         set_flag(model, "use_split_qkv_input", value)
@@ -1188,7 +1190,9 @@ def test_P12_recovery_over_a_small_denominator_warns_and_the_difference_stays(to
         recovery = effect.recovery(effect.baseline + 0.0001)
     assert caught[0].filename == __file__
     assert largest(recovery) > 10
-    several = patch(run, ["0.1", "1.2"], rp.readers("logits", "2.1.q"), resample(source), "freeze")
+    several = patch(
+        run, ["0.1", "1.2"], rp.receivers("logits", "2.1.q"), resample(source), "freeze"
+    )
     assert_close(several.recovery(several.baseline + 3.0), several.total.mean(-1) / 3)
 
 
@@ -1271,7 +1275,7 @@ def test_P21_a_keyword_that_is_not_known_raises():
     with pytest.raises(TypeError):
         rp.Path("logits", rp.Zero(), "freeze", "again")
     with pytest.raises(TypeError):
-        rp.readers("logits", together=True)
+        rp.receivers("logits", together=True)
 
 
 @pytest.mark.parametrize("on", [(), ("use_attn_in",), ("use_hook_mlp_in", "use_attn_result")],

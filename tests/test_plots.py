@@ -29,7 +29,7 @@ def swept(base):
 
 @pytest.fixture(scope="module")
 def edges(base):
-    path = rp.Path(to=rp.readers("0.0.q", "1.1.q", "logits"), using=rp.Zero(), mlps="freeze")
+    path = rp.Path(to=rp.receivers("0.0.q", "1.1.q", "logits"), using=rp.Zero(), mlps="freeze")
     return rp.ablate(base, rp.heads(base), path, metric=rp.logit_diff(" the", " a"))
 
 
@@ -39,7 +39,7 @@ def made_up(values, rows, columns):
 
 
 def read_back(figure):
-    """The numbers of a heat map by (row, column), as its reader would hover over them."""
+    """The numbers of a heat map by (row, column), as a reader would hover over them."""
     body = json.loads(figure.to_json())["data"][0]
     return {
         (y, x): body["z"][i][j] for i, y in enumerate(body["y"]) for j, x in enumerate(body["x"])
@@ -63,7 +63,7 @@ def test_a_grid_of_heads_shows_the_numbers_of_the_frame(swept, of):
 @pytest.mark.parametrize("of", ["total", "direct", "indirect"])
 def test_a_grid_of_paths_shows_the_frame_and_leaves_out_what_has_no_path(edges, of):
     frame = edges.to_frame().rename(columns={"value": "total"})
-    expected = frame.groupby(["target", "reader"])[of].mean()
+    expected = frame.groupby(["target", "receiver"])[of].mean()
     shown = read_back(plots.heatmap(edges, of=of))
     assert len(shown) == len(expected)
     for place, value in shown.items():
@@ -228,7 +228,7 @@ def lenses(base):
 
 
 def test_effects_side_by_side_share_a_scale_and_show_the_frame(swept, edges):
-    for effect, rows in ((swept, ["target"]), (edges, ["target", "reader"])):
+    for effect, rows in ((swept, ["target"]), (edges, ["target", "receiver"])):
         frame = effect.to_frame().rename(columns={"value": "total"})
         means = frame.groupby(rows)[["total", "direct", "indirect"]].mean()
         grids = [trace for trace in data(plots.effect_grids(effect)) if "zmid" in trace]
@@ -341,7 +341,7 @@ def test_a_path_diagram_shows_the_largest_paths(edges):
     (numbers,) = [t for t in traces if t.get("customdata")]
     frame = edges.to_frame().dropna(subset=["value"])
     frame["indirect"] = frame["value"] - frame["direct"]
-    means = frame.groupby(["target", "reader"])[["value", "direct", "indirect"]].mean()
+    means = frame.groupby(["target", "receiver"])[["value", "direct", "indirect"]].mean()
     order = means["value"].abs().sort_values(ascending=False).index[:3]
     assert [tuple(row[:2]) for row in numbers["customdata"]] == list(order)
     for row, place in zip(numbers["customdata"], order, strict=True):

@@ -288,17 +288,17 @@ def test_paths_from_a_run_to_itself_and_from_later_positions_are_nothing(
 ):
     toy, rows, others, _ = ablation
     run, source = runs(toy, rows, others)
-    readers = zoo_paths.readers(toy)
+    receivers = zoo_paths.receivers(toy)
     sending = data.draw(
         st.lists(st.sampled_from(zoo_paths.senders(toy)), min_size=1, max_size=3, unique=True)
     )
-    to = data.draw(st.lists(st.sampled_from(readers), min_size=1, max_size=3, unique=True))
+    to = data.draw(st.lists(st.sampled_from(receivers), min_size=1, max_size=3, unique=True))
     scored = data.draw(st.integers(0, run.prompts.lengths[0] - 2))
     how = rp.Resample(run if itself else source, pairing="rowwise")
     found = rp.ablate(
         run,
         sending,
-        rp.Path(to=rp.readers(*to), using=how, mlps=mlps),
+        rp.Path(to=rp.receivers(*to), using=how, mlps=mlps),
         metric=rp.logit_diff(ANSWER, FOIL, position=scored),
         positions=None if itself else scored + 1,
     )
@@ -308,23 +308,23 @@ def test_paths_from_a_run_to_itself_and_from_later_positions_are_nothing(
 
 @given(ablations(), st.data(), st.sampled_from(zoo_paths.MODES))
 @examples(15)
-def test_readers_side_by_side_and_senders_together_are_those_alone(ablation, data, mlps):
+def test_receivers_side_by_side_and_senders_together_are_those_alone(ablation, data, mlps):
     toy, rows, others, _ = ablation
     run, source = runs(toy, rows, others)
     sender = data.draw(st.sampled_from(zoo_paths.senders(toy)))
     to = data.draw(
-        st.lists(st.sampled_from(zoo_paths.readers(toy)), min_size=1, max_size=3, unique=True)
+        st.lists(st.sampled_from(zoo_paths.receivers(toy)), min_size=1, max_size=3, unique=True)
     )
     metric = rp.logit_diff(ANSWER, FOIL)
     using = rp.Resample(source, pairing="rowwise")
     grid = rp.ablate(
-        run, [sender], rp.Path(to=rp.readers(*to), using=using, mlps=mlps), metric=metric
+        run, [sender], rp.Path(to=rp.receivers(*to), using=using, mlps=mlps), metric=metric
     )
-    for number, reader in enumerate(to):
+    for number, receiver in enumerate(to):
         if grid.values[:, number].isnan().any():
             assert grid.values[:, number].isnan().all()
             continue
-        path = rp.Path(to=reader, using=using, mlps=mlps)
+        path = rp.Path(to=receiver, using=using, mlps=mlps)
         alone = rp.ablate(run, [sender], path, metric=metric, joint=True)
         close(grid.values[:, number], alone.values, EXACT[toy.route])
 
@@ -399,7 +399,7 @@ def test_every_result_comes_back_from_json_as_it_was(toy, both, grain, seed):
     run, source = runs(toy, *both)
     resample = rp.Resample(source, pairing="rowwise")
     metric = rp.logit_diff(ANSWER, FOIL)
-    path = rp.Path(to=rp.readers("1.1.q", "logits"), using=resample, mlps="freeze")
+    path = rp.Path(to=rp.receivers("1.1.q", "logits"), using=resample, mlps="freeze")
     readout = zoo_lens.random_lens(toy.model, seed=seed)(run)
     results = [
         rp.direct_logit_attribution(run, ANSWER, by=grain, positions=None),

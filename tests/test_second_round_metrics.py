@@ -400,12 +400,12 @@ def test_s24_where_the_metric_is_of_tokens_their_mean_ranks(backend):
 
 
 @backends
-def test_s24_readers_and_positions_have_a_row_each(backend):
+def test_s24_receivers_and_positions_have_a_row_each(backend):
     run = rp.capture(toy(backend), zoo.RAGGED)
-    path = rp.Path(to=rp.readers("1.0.q", "logits"), using=rp.Zero(), mlps="freeze")
+    path = rp.Path(to=rp.receivers("1.0.q", "logits"), using=rp.Zero(), mlps="freeze")
     paths = rp.ablate(run, ["0.1", "1.2"], path, metric=rp.logit(3)).top()
     cells = {("0.1", "1.0.q"), ("0.1", "logits"), ("1.2", "logits")}  # no path from 1.2 to 1.0.q
-    assert set(zip(paths.target, paths.reader, strict=True)) == cells and len(paths) == 3
+    assert set(zip(paths.target, paths.receiver, strict=True)) == cells and len(paths) == 3
     options = {"metric": rp.logit(3), "positions": "each"}
     places = rp.ablate(run, ["0.1", "mlp.1"], rp.Zero(), **options).top(99)
     in_all = range(min(map(len, zoo.RAGGED)))

@@ -337,8 +337,8 @@ def test_s15_what_is_not_laid_out_by_heads_is_refused_by_name(deepseek):
         for how in (rp.Zero(), rp.Resample(source)):
             with pytest.raises(HeadMismatchError, match=r"is laid out as \[.* heads"):
                 effect_of(deepseek, target, how)
-    for reader in ("2.0.q", "2.0.v"):
-        path = rp.Path(to=reader, using=rp.Resample(source), mlps="freeze")
+    for receiver in ("2.0.q", "2.0.v"):
+        path = rp.Path(to=receiver, using=rp.Resample(source), mlps="freeze")
         with pytest.raises(HeadMismatchError, match="is laid out as"):
             effect_of(deepseek, "attn.1", path)
     with pytest.raises(HeadMismatchError, match="is laid out as"):

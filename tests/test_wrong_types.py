@@ -36,7 +36,7 @@ MISTAKES = {
     "order": ("dla(3, 6).top(3, by='size')", "ValueError", "'abs' or 'signed', got 'size'"),
     "address": ("rp.parse(9)", "AddressError", "an address is a text such as '9.9'"),
     "sender": ("rp.parse_edge('resid_pre.1->logits')", "AddressError", "starts at a writer"),
-    "reader": ("rp.parse_edge('9.9->embed')", "AddressError", "ends at a reader"),
+    "receiver": ("rp.parse_edge('9.9->embed')", "AddressError", "ends at a receiver"),
     "layer": ("address.Attn('1')", "AddressError", "layer must be a whole number"),
     "fraction": ("address.Head(1, 1.5)", "AddressError", "head must be a whole number"),
     "place": ("address.Stream(1, 'late')", "AddressError", "pre, mid or post, got 'late'"),

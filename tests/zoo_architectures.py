@@ -302,7 +302,7 @@ class Naive:
         positions: int | None,
         mlps: str,
     ) -> tuple[Tensor, Tensor]:
-        """Logits with what the sender changes in the readers: run again, and later frozen."""
+        """Logits with what the sender changes in the receivers: run again, and later frozen."""
         index = self.where(positions)
         sending, value = sender, new(sender)
         if mlps == "freeze" and re.fullmatch(r"mlp\.\d+\.\d+", sender):
@@ -594,12 +594,14 @@ def biases(subject: Subject) -> Iterator[Case]:
 # Paths
 
 
-def paths(senders: Callable[[Subject], list[str]], readers: Callable[[Subject], list[str]]) -> Any:
+def paths(
+    senders: Callable[[Subject], list[str]], receivers: Callable[[Subject], list[str]]
+) -> Any:
     """Every path is the paper's three passes; from a run to itself it is nothing, exactly."""
 
     def check(subject: Subject) -> Iterator[Case]:
         for mlps in ("freeze", "recompute"):
-            yield functools.partial(_patch, subject, senders(subject), readers(subject), mlps)
+            yield functools.partial(_patch, subject, senders(subject), receivers(subject), mlps)
 
     return check
 
@@ -609,12 +611,12 @@ def _patch(subject: Subject, sending: list[str], reading: list[str], mlps: str) 
     positions, metric, score = (4, everywhere, everywhere)
     if mlps == "freeze":
         positions, metric, score = (None, DIFF, difference)
-    how = rp.Path(to=rp.readers(*reading), using=using, mlps=mlps)
+    how = rp.Path(to=rp.receivers(*reading), using=using, mlps=mlps)
     effect = rp.ablate(subject.run, sending, how, metric=metric, positions=positions)
     clean = score(subject.base.clean)
     for row, sender in enumerate(sending):
-        for column, reader in enumerate(reading):
-            args = (sender, [reader], subject.other.value, positions, mlps)
+        for column, receiver in enumerate(reading):
+            args = (sender, [receiver], subject.other.value, positions, mlps)
             total, direct = subject.base.sent(*args)
             subject.close(effect.total[row, column], score(total) - clean)
             subject.close(effect.direct[row, column], score(direct) - clean)
@@ -624,24 +626,26 @@ def _patch(subject: Subject, sending: list[str], reading: list[str], mlps: str) 
         assert not rp.ablate(subject.run, sending, own, metric=DIFF).total.any()
 
 
-def whole_stream(*readers: str) -> Check:
-    """All writers before readers, sent together, give them their values in the source run."""
+def whole_stream(*receivers: str) -> Check:
+    """All writers before receivers, sent together, give them their values in the source run."""
 
     def check(subject: Subject) -> Iterator[Case]:
         def send() -> None:
-            layer, stage = slow_paths.reads_at(readers[0], subject.n_layers, subject.view.parallel)
+            layer, stage = slow_paths.reads_at(
+                receivers[0], subject.n_layers, subject.view.parallel
+            )
             senders = ["embed"] + ["pos_embed"] * subject.view.has_pos_embed
             for before in range(min(layer + 1, subject.n_layers)):
                 senders += [f"attn.{before}"] * ((before, 1) < (layer, stage))
                 senders += [f"mlp.{before}"] * ((before, 3) < (layer, stage))
             using = rp.Resample(subject.source, pairing="rowwise")
-            how = rp.Path(to=rp.readers(*readers), using=using, mlps="freeze")
+            how = rp.Path(to=rp.receivers(*receivers), using=using, mlps="freeze")
             sent = rp.ablate(subject.run, senders, how, metric=DIFF, joint=True)
-            if readers == ("logits",):
+            if receivers == ("logits",):
                 subject.close(sent.patched[0, 0], difference(subject.other.clean))
                 return
             put = rp.ablate(
-                subject.run, [r.removesuffix(".in") for r in readers], using, metric=DIFF
+                subject.run, [r.removesuffix(".in") for r in receivers], using, metric=DIFF
             )
             subject.close(sent.total[0], put.total)
             subject.close(sent.direct[0], put.direct)

@@ -1,4 +1,4 @@
-"""What the tests of path patching share: senders, readers, places, and the slow way to do it."""
+"""What the tests of path patching share: senders, receivers, places, and the slow way to do it."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def joint_senders(toy: Toy) -> list[list[str]]:
     return found + [["embed", "pos_embed"]] * toy.has_positions
 
 
-def readers(toy: Toy) -> list[str]:
-    """One or two readers of every kind."""
+def receivers(toy: Toy) -> list[str]:
+    """One or two receivers of every kind."""
     kv = toy.n_kv_heads - 1
     found = ["logits", "2.1.q", "1.3.q", f"2.{kv}.k", f"1.{kv}.v", "mlp.1.in", "mlp.2.in"]
     found += ["resid_pre.2", "resid_post.1", "resid_pre.0"]
     return found + ["resid_mid.1"] * (not toy.parallel)
 
 
-def readers_together(toy: Toy) -> list[list[str]]:
-    """Sets of readers that are written together: of one layer, of several, of all kinds."""
+def receivers_together(toy: Toy) -> list[list[str]]:
+    """Sets of receivers that are written together: of one layer, of several, of all kinds."""
     kv = toy.n_kv_heads - 1
     found = [
         ["2.0.q", "2.3.q"],
@@ -69,8 +69,8 @@ def readers_together(toy: Toy) -> list[list[str]]:
 
 
 def columns(toy: Toy) -> list[list[str]]:
-    """Every alternative of a grid: readers alone, and readers together."""
-    return [[reader] for reader in readers(toy)] + readers_together(toy)
+    """Every alternative of a grid: receivers alone, and receivers together."""
+    return [[receiver] for receiver in receivers(toy)] + receivers_together(toy)
 
 
 def few_senders() -> list[str]:
@@ -79,7 +79,7 @@ def few_senders() -> list[str]:
 
 
 def few_columns(toy: Toy) -> list[list[str]]:
-    """Readers of every family, alone and together."""
+    """Receivers of every family, alone and together."""
     kv = toy.n_kv_heads - 1
     alone = [["logits"], ["2.1.q"], [f"2.{kv}.k"], ["mlp.1.in"], ["resid_pre.2"]]
     return [*alone, [f"2.{kv}.v", "2.0.q"], ["1.1.q", "mlp.2.in"]]
@@ -87,7 +87,7 @@ def few_columns(toy: Toy) -> list[list[str]]:
 
 def grid(sets: Sequence[Sequence[str]]) -> Any:
     """The alternatives as the library takes them."""
-    return rp.readers(*[one[0] if len(one) == 1 else list(one) for one in sets])
+    return rp.receivers(*[one[0] if len(one) == 1 else list(one) for one in sets])
 
 
 def upstream(toy: Toy, layer: int, *, by_head: bool = False) -> list[str]:
@@ -113,7 +113,7 @@ class SlowPaths(Slow):
     def record(
         self, sending: Sequence[str], reading: Sequence[str], new: New, positions: Any, mlps: str
     ) -> dict[str, Tensor]:
-        """What each reader would read [prompt, pos, ...]."""
+        """What each receiver would read [prompt, pos, ...]."""
         values = {sender: new(sender) for sender in sending}
         args = (self.model, self.tokens, sending, values, self.where(positions), mlps, reading)
         return slow.record(*args, self.cache, self.weights, self.own_hooks)
@@ -121,19 +121,19 @@ class SlowPaths(Slow):
     def write(
         self, reading: Sequence[str], noted: dict[str, Tensor], positions: Any
     ) -> tuple[Tensor, Tensor]:
-        """Logits with the readers written: the model run again, and everything later frozen."""
+        """Logits with the receivers written: the model run again, and everything later frozen."""
         args = (self.model, self.tokens, reading, noted, self.where(positions))
         total = slow.write(*args, self.own_hooks)
         clean = (self.cache, self.weights, self.toy.norm, self.toy.eps)
         return total, slow.write_directly(*args, *clean, self.own_hooks)
 
     def reaches(self, sending: Sequence[str], reading: Sequence[str]) -> bool:
-        """Whether any of the senders comes before any of the readers."""
+        """Whether any of the senders comes before any of the receivers."""
         n_layers = len(self.model.blocks)
         return any(
-            slow.precedes(sender, reader, n_layers, self.toy.parallel)
+            slow.precedes(sender, receiver, n_layers, self.toy.parallel)
             for sender in sending
-            for reader in reading
+            for receiver in reading
         )
 
     def effect(
@@ -146,7 +146,7 @@ class SlowPaths(Slow):
         metric: str,
         noted: dict[str, Tensor] | None = None,
     ) -> Tensor:
-        """Total and direct effect [2, prompt], or NaN where no sender comes before a reader."""
+        """Total and direct effect [2, prompt], or NaN where no sender comes before a receiver."""
         if not self.reaches(sending, reading):
             return torch.full((2, len(self.tokens)), torch.nan, dtype=self.clean.dtype)
         if noted is None:

@@ -13,7 +13,7 @@ The kind has no default: "head X does Y" means nothing without what X was replac
     Zero()                                     the target writes nothing
     Mean(reference, over=("batch",))           its mean over other prompts; over is required
     Resample(source, pairing="rowwise")        its value on other prompts
-    Path(to="logits", using=..., mlps=...)     only what it sends to chosen readers
+    Path(to="logits", using=..., mlps=...)     only what it sends to chosen receivers
 
 An ablation shows what removing a part does in *this* run. It does not show that the part is
 unnecessary: others may have taken over, and the kinds disagree where the model relies on a
@@ -42,7 +42,7 @@ from resid_patching.address import Address
 from resid_patching.errors import AblationError, PositionError
 from resid_patching.metrics import Metric, as_metric
 from resid_patching.models import exact, require
-from resid_patching.paths import patch_paths, require_readers, require_senders
+from resid_patching.paths import patch_paths, require_receivers, require_senders
 from resid_patching.processes import Team
 from resid_patching.prompts import PositionIndex, Positions
 from resid_patching.rerun import EVERYTHING, Edit, Route, Variant, rerun
@@ -87,13 +87,13 @@ def ablate(
             the same arguments. Each gets the whole result, as of one process to the last bit.
 
     Returns:
-        An `Effect` [target, batch] whose text names the kind. Of a `Path` to `rp.readers(...)` it
-        is [target, reader, batch], NaN where no write reaches a reader; at each position in turn
-        [target, position, batch], NaN where a prompt has no such position.
+        An `Effect` [target, batch] whose text names the kind. Of a `Path` to `rp.receivers(...)` it
+        is [target, receiver, batch], NaN where no write reaches a receiver; at each position in
+        turn [target, position, batch], NaN where a prompt has no such position.
 
     Raises:
         AblationError: the kind is missing, a text, a class, or lacks what it needs.
-        AddressError: a target or reader this model does not have; or, replaced together, a layer
+        AddressError: a target or receiver this model does not have; or, replaced together, a layer
             and a part of it, which would be the layer alone.
         PositionError: a prompt has no such position.
         PromptError: prompts of unequal length where a kind needs equal ones.
@@ -112,7 +112,7 @@ def ablate(
         require_apart(sites)
     if isinstance(kind, Path):
         require_senders(sites)
-        require_readers(run.view, kind.ends)
+        require_receivers(run.view, kind.ends)
     chosen = as_metric(metric)
     require(run.view, "stream", "readout")
     reading = chosen.bind(run)
@@ -138,10 +138,9 @@ def ablate(
         axes.insert(1, Axis("position", tuple(range(len(places)))))
         patched, direct = _by_place(patched, places), _by_place(direct, places)
     elif isinstance(kind, Path) and kind.is_sweep:
-        axes.insert(1, Axis("reader", kind.ends.labels))
+        axes.insert(1, Axis("receiver", kind.ends.labels))
     elif isinstance(kind, Path):
         patched, direct = patched[:, 0], direct[:, 0]
-    weights = getattr(chosen, "weights", None)
     return Effect(
         values=patched - found.baseline,
         axes=tuple(axes),
@@ -154,7 +153,7 @@ def ablate(
         baseline=found.baseline,
         patched=patched,
         direct=direct - found.baseline,
-        weights=None if weights is None else weights(run),
+        weights=None if chosen.weights is None else chosen.weights(run),
         routes=found.routes,
     )
 

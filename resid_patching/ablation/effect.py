@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 class Effect(Result):
     """What replacing targets did to a metric: values [target, batch] are the total effects.
 
-    Of a path to several readers side by side they are [target, reader, batch], NaN where no write
-    of a target reaches a reader; at each position in turn [target, position, batch], NaN where a
-    prompt has no such position.
+    Of a path to several receivers side by side they are [target, receiver, batch], NaN where no
+    write of a target reaches a receiver; at each position in turn [target, position, batch], NaN
+    where a prompt has no such position.
 
     Attributes:
         how: the kind of ablation, in words.
@@ -34,7 +35,7 @@ class Effect(Result):
         positions: where, in words.
         baseline: the clean run's metric [batch].
         patched: the metric with the target replaced, the model run again; shaped as values.
-        direct: the direct effect; shaped as values. Of a path: the same change at its readers,
+        direct: the direct effect; shaped as values. Of a path: the same change at its receivers,
             every later write frozen.
         weights: tokens scored in each prompt [batch], where the metric is a mean over tokens.
         routes: how the variants were run; all give the same numbers.
@@ -77,24 +78,35 @@ class Effect(Result):
 
     @property
     def columns(self) -> Axis | None:
-        """The axis between target and batch: readers side by side, or positions in turn."""
+        """The axis between target and batch: receivers side by side, or positions in turn."""
         return self.axes[1] if len(self.axes) == 3 else None
 
     @property
-    def readers(self) -> tuple[str, ...]:
-        """The columns of a path to several readers side by side; else none."""
+    def receivers(self) -> tuple[str, ...]:
+        """The columns of a path to several receivers side by side; else none."""
         columns = self.columns
-        if columns is None or columns.name != "reader":
+        if columns is None or columns.name != "receiver":
             return ()
         return tuple(map(str, columns.labels))
 
-    def reader(self, label: Any) -> Effect:
-        """One column of a path to several readers side by side.
+    def receiver(self, label: Any) -> Effect:
+        """One column of a path to several receivers side by side.
 
         Raises:
-            KeyError: there is no such reader.
+            KeyError: there is no such receiver.
         """
-        return self._column("reader", label)
+        return self._column("receiver", label)
+
+    def reader(self, label: Any) -> Effect:
+        """The name of before of `receiver`, for this version."""
+        warnings.warn("Effect.reader is now Effect.receiver", DeprecationWarning, stacklevel=2)
+        return self.receiver(label)
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """The name of before of `receivers`, for this version."""
+        warnings.warn("Effect.readers is now Effect.receivers", DeprecationWarning, stacklevel=2)
+        return self.receivers
 
     def position(self, place: int) -> Effect:
         """One column of targets replaced at each position in turn.
@@ -124,7 +136,7 @@ class Effect(Result):
             source: the same metric in the source run [batch], from `rp.measure(source, metric)`.
 
         Returns:
-            [target], [target, reader] or [target, position]; 1 where the target alone makes the
+            [target], [target, receiver] or [target, position]; 1 where the target alone makes the
             base as the source.
 
         Warns:
@@ -166,8 +178,8 @@ class Effect(Result):
             by: `abs` ranks by size, so that strong negative effects are seen; `signed` by value.
 
         Returns:
-            A data frame with one row a target: target, (reader or position,) baseline, patched,
-            direct, indirect, value; the value is the total effect, and all are means. Of readers
+            A data frame with one row a target: target, (receiver or position,) baseline, patched,
+            direct, indirect, value; the value is the total effect, and all are means. Of receivers
             side by side or positions in turn each has a row; those without a path, and positions
             that not every prompt has, are left out. `to_frame` has each prompt's own numbers.
 
@@ -204,7 +216,7 @@ class Effect(Result):
             draws: number of resamples.
 
         Returns:
-            A data frame: target, (reader or position,) n, total, se, low, high, direct, indirect.
+            A data frame: target, (receiver or position,) n, total, se, low, high, direct, indirect.
             With one prompt the spread is undefined, and NaN.
         """
         import pandas
@@ -246,7 +258,7 @@ class Effect(Result):
         """Heads as layer × head × batch; NaN where a head was no target.
 
         Raises:
-            ValueError: no target is a head, or there are several readers or positions.
+            ValueError: no target is a head, or there are several receivers or positions.
         """
         self._require_one_column("grid()")
         heads = {i: a for i, t in enumerate(self.targets) if isinstance(a := parse(t), Head)}
@@ -275,7 +287,7 @@ class Effect(Result):
         """Perplexity before, after and their ratio, over all tokens of all prompts.
 
         Raises:
-            ValueError: the metric is not the loss, or there are several readers or positions.
+            ValueError: the metric is not the loss, or there are several receivers or positions.
         """
         import pandas
 

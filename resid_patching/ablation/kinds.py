@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from resid_patching.errors import AblationError
-from resid_patching.paths import Readers, reader_set
+from resid_patching.paths import Receivers, receiver_set
 from resid_patching.prompts import Positions
 from resid_patching.run import Run
 
@@ -17,7 +17,7 @@ _KINDS = """the kinds are
   Path(to="logits", using=Zero(), mlps="recompute")     only what it sends to `to` is replaced"""
 
 _MLPS = """mlps has no default, and signs differ between the two:
-  "recompute"   MLPs between sender and reader answer the change (Wang et al. 2022)
+  "recompute"   MLPs between sender and receiver answer the change (Wang et al. 2022)
   "freeze"      the one residual edge alone"""
 
 
@@ -30,7 +30,7 @@ def refusal(message: str) -> AblationError:
 class Zero:
     """The target writes nothing: its activation is replaced by zeros.
 
-    On a head this leaves the layer's output bias in place, a writer of its own (`attn.6.bias`);
+    On a head this leaves the layer's output bias in place, a sender of its own (`attn.6.bias`);
     on `attn.6` heads and bias go together.
     """
 
@@ -104,17 +104,17 @@ class Resample:
 
 @dataclass(frozen=True, eq=False)
 class Path:
-    """Only what the target sends to chosen readers is replaced; everything else it does stays.
+    """Only what the target sends to chosen receivers is replaced; everything else it does stays.
 
         Path(to="logits", using=Resample(source), mlps="recompute")
         Path(to=["9.9.q", "9.6.q", "10.0.q"], using=Zero(), mlps="freeze")    written together
-        Path(to=rp.readers("9.9.q", "9.6.q"), using=..., mlps=...)            side by side
+        Path(to=rp.receivers("9.9.q", "9.6.q"), using=..., mlps=...)            side by side
 
-    Other heads keep their clean values between sender and readers. Several readers each take the
-    value they have with the others frozen, and are then written together.
+    Other heads keep their clean values between sender and receivers. Several receivers each take
+    the value they have with the others frozen, and are then written together.
 
     Attributes:
-        to: the reader or readers.
+        to: the receiver or receivers.
         using: what the target's value is replaced with: Zero, Mean or Resample.
         mlps: `recompute` or `freeze`.
 
@@ -124,12 +124,12 @@ class Path:
     to: Any = None
     using: Any = None
     mlps: Any = None
-    ends: Readers = field(init=False, repr=False)
+    ends: Receivers = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.to is None:
             raise refusal("Path: `to` names where the path ends, such as 'logits' or '10.0.q'")
-        ends = self.to if isinstance(self.to, Readers) else Readers((reader_set(self.to),))
+        ends = self.to if isinstance(self.to, Receivers) else Receivers((receiver_set(self.to),))
         object.__setattr__(self, "ends", ends)
         if not isinstance(self.using, Zero | Mean | Resample):
             raise refusal(
@@ -142,7 +142,7 @@ class Path:
     @property
     def is_sweep(self) -> bool:
         """Whether several alternatives were asked for, side by side."""
-        return isinstance(self.to, Readers)
+        return isinstance(self.to, Receivers)
 
     def __str__(self) -> str:
         mlps = "recomputed" if self.mlps == "recompute" else "frozen"

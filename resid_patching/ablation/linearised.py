@@ -1,6 +1,6 @@
-"""A diagnostic: what path effects would be if readers' norms did not answer the change.
+"""A diagnostic: what path effects would be if receivers' norms did not answer the change.
 
-Many tools freeze the norm in front of a reader at its clean scale, so that paths add up. That is
+Many tools freeze the norm in front of a receiver at its clean scale, so that paths add up. That is
 an approximation; beside the exact effect it shows how far it can be trusted.
 """
 
@@ -23,7 +23,7 @@ from resid_patching.run import Run
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Linearised(Result):
-    """Path effects with the readers' norms frozen: values approximate `exact`.
+    """Path effects with the receivers' norms frozen: values approximate `exact`.
 
     Attributes:
         exact: the effects with live norms, as `ablate` gives them; shaped as values.
@@ -48,11 +48,11 @@ def linearised_paths(
     positions: Positions = None,
     joint: bool = False,
 ) -> Linearised:
-    """Path effects as they would be with the norm of each reader frozen, beside the exact ones.
+    """Path effects as they would be with the norm of each receiver frozen, beside the exact ones.
 
-    The norms in front of the readers (of the heads, the MLP, or the logits) keep the clean run's
-    scale. Everything else is as in `ablate`: MLPs between sender and reader are recomputed with
-    live norms, and the model behind the readers is run again.
+    The norms in front of the receivers (of the heads, the MLP, or the logits) keep the clean run's
+    scale. Everything else is as in `ablate`: MLPs between sender and receiver are recomputed with
+    live norms, and the model behind the receivers is run again.
 
     Args:
         run: as in `ablate`.
@@ -74,7 +74,7 @@ def linearised_paths(
     reading = as_metric(metric).bind(run)
     found = patch_paths(run, senders, how.ends, reading, mlps=how.mlps, frozen_norms=True)
     patched = found.patched if how.is_sweep else found.patched[:, 0]
-    plan = f"linearised (readers' norms frozen, approximate): {exact.provenance.plan}"
+    plan = f"linearised (receivers' norms frozen, approximate): {exact.provenance.plan}"
     return Linearised(
         values=patched - found.baseline,
         axes=exact.axes,

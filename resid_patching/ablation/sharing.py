@@ -42,7 +42,7 @@ from resid_patching.run import Run
 Cell = tuple[int, int, int]
 """A variant, a column, and the first prompt of a group."""
 Name = tuple[str, "str | int | None"]
-"""A target, and the reader or position where there are several beside each other."""
+"""A target, and the receiver or position where there are several beside each other."""
 
 # A step is as many pieces as take about so long, in seconds: less is spent on the way than worked.
 _STEP = 1.0
@@ -275,10 +275,10 @@ def identity_of(
         "other prompts": None if other is None else f"sha256 {other.prompts.hash}",
         "other positions": at,
         "targets": list(targets),
-        "readers": list(kind.ends.labels) if isinstance(kind, Path) else [],
+        "receivers": list(kind.ends.labels) if isinstance(kind, Path) else [],
         "plan": origin.plan,
         "positions": _hash_of([place.index for place in places]),
-        "tokens scored": _hash_of([reading.positions.index, reading.columns]),
+        "tokens scored": _hash_of([reading.positions.index, reading.columns, reading.tokens]),
         "routes": list(routes),
         "max_bytes": [one.max_bytes for one in (run, other) if one is not None],
         "hooks": list(origin.user_hooks),

@@ -142,7 +142,7 @@ def _about_effect(effect: Effect) -> list[tuple[str, object]]:
 def _effect_table(page: Page, effect: Effect, name: str, extra: Mapping[str, Any] = {}) -> None:
     """Cells by the size of their total effect; `extra`: more numbers [cell].
 
-    A cell is a target, or a target beside a reader or at a position; of these, only those that
+    A cell is a target, or a target beside a receiver or at a position; of these, only those that
     exist are shown.
     """
     total, direct = (effect.mean(part).flatten() for part in (effect.total, effect.direct))
@@ -170,7 +170,7 @@ def _effect_table(page: Page, effect: Effect, name: str, extra: Mapping[str, Any
             after, ratio = float(losses["after"].iloc[n]), float(losses["ratio"].iloc[n])
             row += [Number(after, f"{after:.4g}"), Number(ratio, f"×{ratio:.4g}")]
         rows.append(row + [values[n] for values in extra.values()])
-    what = {"reader": "paths", "position": "cells"}.get(labels[-1], f"{name}s")
+    what = {"receiver": "paths", "position": "cells"}.get(labels[-1], f"{name}s")
     caption = _caption(len(rows), len(order), what, effect.provenance.n_prompts)
     left = tuple(n for n in range(len(labels)) if labels[n] != "position")
     columns = [*columns, *extra]
@@ -201,7 +201,7 @@ def paths_page(found: Found, stand_in: str | None, flags: Mapping[str, Any]) -> 
             ("in the source", f"{float(found.source.cpu().double().mean()):+.4f} {effect.unit}")
         )
     page.facts([*rows, ("pairs", pairs.how.replace("\t", " "))])
-    page.says("Only the senders' messages to the readers are replaced. " + TOTAL_DIRECT, "limits")
+    page.says("Only the senders' messages to the receivers are replaced. " + TOTAL_DIRECT, "limits")
     page.heading(f"{len(pairs)} pairs of prompts" if len(pairs) > 1 else "Pair of prompts")
     sources = found.sources
     texts = [
@@ -212,7 +212,7 @@ def paths_page(found: Found, stand_in: str | None, flags: Mapping[str, Any]) -> 
     page.table(["#", "base", "source"][: 2 + (sources is not None)], texts, left=(1, 2))
     page.heading("Pictures")
     page.picture(lambda: plots.show(effect))
-    if effect.readers:
+    if effect.receivers:
         page.picture(lambda: plots.path_diagram(effect))
         page.heading("Paths")
     else:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _NAMED = ("IO", "S1", "S1+1", "S2", "END")
 _SWEEPS = {"heads": "every head", "layers": "every attention layer and MLP"}
 _MLPS = {
-    "freeze": "MLPs between sender and reader keep their values",
+    "freeze": "MLPs between sender and receiver keep their values",
     "recompute": "they answer the change",
 }
 _USING = {
@@ -57,17 +57,17 @@ def add_path_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--to",
         action="append",
-        metavar="READER",
+        metavar="RECEIVER",
         help="who reads: logits, 10.0.q (or k, v), mlp.10.in, resid_pre.10 (or mid, post); "
         "several are alternatives side by side",
     )
     group.add_argument(
-        "--to-sweep", choices=("q", "k", "v", "mlp"), help="also every reader of this kind"
+        "--to-sweep", choices=("q", "k", "v", "mlp"), help="also every receiver of this kind"
     )
     group.add_argument(
         "--together",
         action="store_true",
-        help="all readers are written together (unset: one at a time, side by side)",
+        help="all receivers are written together (unset: one at a time, side by side)",
     )
     group.add_argument("--mlps", choices=tuple(_MLPS), required=True, help=_choices(_MLPS))
     group.add_argument(
@@ -137,7 +137,7 @@ def add_metric_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--linearised",
         action="store_true",
-        help="also the value with readers' norms frozen, an approximation",
+        help="also the value with receivers' norms frozen, an approximation",
     )
 
 
@@ -147,14 +147,14 @@ class Inputs:
 
     Attributes:
         senders: the senders that are named.
-        readers: the readers that are named.
+        receivers: the receivers that are named.
         pairs: the prompts, or None where they are drawn for the model.
         sources: the source prompts where a mean is taken over other than those of the pairs.
         metric: the metric's name.
     """
 
     senders: list[Any]
-    readers: list[Any]
+    receivers: list[Any]
     pairs: PromptPairs | None
     sources: list[str] | None
     metric: str
@@ -165,7 +165,7 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
 
     Raises:
         UsageError: a flag is missing, wrong, or does not go with another.
-        AddressError: a sender or reader is no address.
+        AddressError: a sender or receiver is no address.
         PromptError: a file of pairs is not as expected.
     """
     if not arguments.senders and arguments.sweep is None:
@@ -174,17 +174,17 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
         )
     if not arguments.to and arguments.to_sweep is None:
         raise UsageError(
-            "no reader was given; name one, such as --to logits or --to 10.0.q, or "
+            "no receiver was given; name one, such as --to logits or --to 10.0.q, or "
             "--to-sweep q|k|v|mlp"
         )
     _require_axes(arguments)
     _require_position(arguments)
-    senders, readers = _named_senders(arguments), _named_readers(arguments)
+    senders, receivers = _named_senders(arguments), _named_receivers(arguments)
     _require_pair_flags(arguments)
     pairs = None if arguments.indirect_object else _given_pairs(arguments)
     metric = _metric_of(arguments, pairs)
     sources = arguments.source if arguments.using == "mean" else None
-    return Inputs(senders, readers, pairs, sources, metric)
+    return Inputs(senders, receivers, pairs, sources, metric)
 
 
 def _require_axes(arguments: argparse.Namespace) -> None:
@@ -208,11 +208,11 @@ def _require_position(arguments: argparse.Namespace) -> None:
 
 
 def _named_senders(arguments: argparse.Namespace) -> list[Any]:
-    from resid_patching.address import WRITERS, parse
+    from resid_patching.address import SENDERS, parse
 
     named = list(dict.fromkeys(map(parse, arguments.senders)))
     for sender in named:
-        if not isinstance(sender, WRITERS):
+        if not isinstance(sender, SENDERS):
             raise UsageError(
                 f"{sender} writes nothing to the stream, so no path starts there; senders are "
                 "heads such as 9.9, attn.9, mlp.9, mlp.9.2214, embed, pos_embed and the biases"
@@ -220,14 +220,14 @@ def _named_senders(arguments: argparse.Namespace) -> list[Any]:
     return named
 
 
-def _named_readers(arguments: argparse.Namespace) -> list[Any]:
-    from resid_patching.address import READERS, parse
+def _named_receivers(arguments: argparse.Namespace) -> list[Any]:
+    from resid_patching.address import RECEIVERS, parse
 
     named = list(dict.fromkeys(map(parse, arguments.to or [])))
-    for reader in named:
-        if not isinstance(reader, READERS):
+    for receiver in named:
+        if not isinstance(receiver, RECEIVERS):
             raise UsageError(
-                f"{reader} reads nothing of the stream, so no path ends there; readers are "
+                f"{receiver} reads nothing of the stream, so no path ends there; receivers are "
                 "logits, 10.0.q (or k, v), mlp.10.in and resid_pre.10 (or mid, post)"
             )
     return named

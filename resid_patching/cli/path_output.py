@@ -42,12 +42,12 @@ class Found:
         prompts: the base prompts as tokens.
         where: the sender's positions, in words.
         differing: where base and source differ, for each pair; None where none is resampled.
-        linearised: effects with the readers' norms frozen, shaped as the effect's values.
+        linearised: effects with the receivers' norms frozen, shaped as the effect's values.
         swept: whether the senders are all heads, one at a time.
         using: zero, mean or resample.
         mlps: freeze or recompute.
         source: the metric in the source [batch].
-        recovery: shares of the way from base to source, [target] or [target, reader].
+        recovery: shares of the way from base to source, [target] or [target, receiver].
         small_gap: whether base and source are too close for shares to mean much.
     """
 
@@ -67,7 +67,7 @@ class Found:
 
     @property
     def mark(self) -> str:
-        """What stands where no path leads from sender to reader."""
+        """What stands where no path leads from sender to receiver."""
         return "\N{MIDDLE DOT}" if fancy() else "."
 
 
@@ -91,9 +91,9 @@ def print_found(
     out.print()
     print_line(out, "path", *_done(found).split("\t"), gap=" ")
     print_line(out, "shown", unit_text(found.effect))
-    if found.effect.readers:
+    if found.effect.receivers:
         _print_edges(out, found, top)
-        _print_senders_by_readers(out, found, top)
+        _print_senders_by_receivers(out, found, top)
     else:
         _print_senders(out, found, top)
         if found.swept:
@@ -139,14 +139,14 @@ def _print_question(out: Console, found: Found) -> None:
         out,
         "change",
         "base runs;",
-        "only the sender's message to the reader is replaced,",
+        "only the sender's message to the receiver is replaced,",
         replaced,
         f"at {found.where}",
         gap=" ",
     )
     mlps = {
-        "recompute": "recompute: MLPs between sender and reader answer the change;",
-        "freeze": "freeze: MLPs between sender and reader keep their values;",
+        "recompute": "recompute: MLPs between sender and receiver answer the change;",
+        "freeze": "freeze: MLPs between sender and receiver keep their values;",
     }[found.mlps]
     print_line(out, "mlps", mlps, "other heads keep theirs", gap=" ")
     base = float(effect.mean(effect.baseline))
@@ -208,7 +208,7 @@ def _print_senders(out: Console, found: Found, top: int) -> None:
     out.print(table)
     _print_left_out(out, len(order) - top, "senders", len(order))
     if n_without := len(effect.targets) - len(order):
-        out.print(f"{n_without} of {len(effect.targets)} senders have no path to the reader: n/a")
+        out.print(f"{n_without} of {len(effect.targets)} senders have no path to the receiver: n/a")
 
 
 def _bar(value: Any, values: Tensor) -> str:
@@ -252,21 +252,21 @@ def _print_edges(out: Console, found: Found, top: int) -> None:
     names += ["recovery"] * (shares is not None) + ["linearised"] * (linearised is not None)
     table = new_table("path", *names, "")
     for place in order[:top]:
-        cell = divmod(place, len(effect.readers))
+        cell = divmod(place, len(effect.receivers))
         cells = [signed(total[cell]), signed(direct[cell]), signed(total[cell] - direct[cell])]
         if shares is not None:
             cells.append(_share(shares[cell]))
         if linearised is not None:
             cells.append(signed(linearised[cell]))
-        name = f"{target_text(effect.targets[cell[0]])} -> {printable(effect.readers[cell[1]])}"
+        name = f"{target_text(effect.targets[cell[0]])} -> {printable(effect.receivers[cell[1]])}"
         table.add_row(name, *cells, _bar(total[cell], total))
     out.print(table)
     _print_left_out(out, len(order) - top, "paths", len(order))
 
 
-def _print_senders_by_readers(out: Console, found: Found, top: int) -> None:
+def _print_senders_by_receivers(out: Console, found: Found, top: int) -> None:
     if bool(found.effect.total.isnan().all()):
-        out.print("no sender writes before a reader reads: there is no path")
+        out.print("no sender writes before a receiver reads: there is no path")
         return
     print_crossed(
         *(out, found.effect, "sender", top),
@@ -285,7 +285,7 @@ def _print_reading(out: Console, found: Found) -> None:
         out.print("total: the logits with the path replaced; nothing follows, so direct = total.")
     else:
         out.print(
-            "total: the reader changed, all behind it run again; direct: later writes frozen; "
+            "total: the receiver changed, all behind it run again; direct: later writes frozen; "
             "indirect: the rest."
         )
     if _shares(found) is not None:
@@ -293,7 +293,7 @@ def _print_reading(out: Console, found: Found) -> None:
     elif found.small_gap:
         out.print("recovery is not shown: base and source nearly agree, so read the raw effects.")
     if found.linearised is not None:
-        out.print("linearised: with the reader's norm frozen, an approximation of the total.")
+        out.print("linearised: with the receiver's norm frozen, an approximation of the total.")
     out.print(f"Sign: {_sign(found)}.")
     if found.using == "resample":
         out.print("Direction: source into base. The other way round is another experiment.")

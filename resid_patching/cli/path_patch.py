@@ -1,4 +1,4 @@
-"""`resid-patching path-patch`: what senders tell readers, as tables, JSON and CSV."""
+"""`resid-patching path-patch`: what senders tell receivers, as tables, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     """The flags of `path-patch`."""
     parser = Parser(
         prog=prog,
-        description="Replaces what senders tell chosen readers, and nothing else they do, and "
+        description="Replaces what senders tell chosen receivers, and nothing else they do, and "
         "measures what that does to a metric. Other heads keep their values between the two.",
         epilog=f"Example: {prog} --sweep heads --to logits --mlps recompute --using resample "
         "--indirect-object 16 --seed 0 --corrupt names --positions END",
@@ -173,15 +173,15 @@ def _all_senders(view: ModelView, inputs: Inputs, arguments: argparse.Namespace)
 
 
 def _ends(view: ModelView, inputs: Inputs, arguments: argparse.Namespace) -> Any:
-    """The readers together, or side by side."""
+    """The receivers together, or side by side."""
     from resid_patching.paths import inputs as inputs_of
-    from resid_patching.paths import readers
+    from resid_patching.paths import receivers
 
     swept = [] if arguments.to_sweep is None else inputs_of(view, arguments.to_sweep)
-    ends = inputs.readers + [reader for reader in swept if reader not in inputs.readers]
+    ends = inputs.receivers + [receiver for receiver in swept if receiver not in inputs.receivers]
     if not ends:
-        raise UsageError(f"{view.name} has no reader of the kind {arguments.to_sweep}")
-    return ends if arguments.together or len(ends) == 1 else readers(*ends)
+        raise UsageError(f"{view.name} has no receiver of the kind {arguments.to_sweep}")
+    return ends if arguments.together or len(ends) == 1 else receivers(*ends)
 
 
 def _using(arguments: argparse.Namespace, source: Run | None) -> Any:

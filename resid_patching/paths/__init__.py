@@ -2,12 +2,12 @@
 
 from resid_patching.paths.closed import MLPs
 from resid_patching.paths.patching import Patched, patch_paths
-from resid_patching.paths.readers import (
-    Readers,
+from resid_patching.paths.receivers import (
+    Receivers,
     inputs,
-    reader_set,
-    readers,
-    require_readers,
+    receiver_set,
+    receivers,
+    require_receivers,
     require_senders,
     view_of,
 )
@@ -15,12 +15,12 @@ from resid_patching.paths.readers import (
 __all__ = [
     "MLPs",
     "Patched",
-    "Readers",
+    "Receivers",
     "view_of",
     "inputs",
     "patch_paths",
-    "reader_set",
-    "readers",
-    "require_readers",
+    "receiver_set",
+    "receivers",
+    "require_receivers",
     "require_senders",
 ]

@@ -1,8 +1,8 @@
-"""The difference D that a sender puts on the stream, and what readers then read: closed form.
+"""The difference D that a sender puts on the stream, and what receivers then read: closed form.
 
     D starts at 0; with `w` the sender's new write minus its old one, at the sender's positions:
 
-    freeze      D at a reader = the sum of all w made before it reads
+    freeze      D at a receiver = the sum of all w made before it reads
     recompute   layer by layer: D += w of the attention side,
                 then D += MLP(LN2(r_mid + D)) - MLP(LN2(r_mid)), the sender's neurons held
                 (parallel blocks: MLP(LN2(r_pre + D)), without the w of the same layer)
@@ -34,12 +34,12 @@ from resid_patching.address import (
     MLPBias,
     MLPIn,
     Neuron,
-    Reader,
+    Receiver,
     Stream,
     write_stage,
 )
 from resid_patching.models import take
-from resid_patching.paths.readers import read_at_stage, starts_at_stage
+from resid_patching.paths.receivers import read_at_stage, starts_at_stage
 from resid_patching.rerun import Chunk, Edit, NotPlain, Variant
 
 MLPs = Literal["freeze", "recompute"]
@@ -48,7 +48,7 @@ Place = Literal["pre", "mid", "post"]
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """What one reader reads.
+    """What one receiver reads.
 
     Attributes:
         n: how many senders of the stack reach it; these come first.
@@ -71,7 +71,7 @@ class Stack:
         index: the senders' positions [rows, positions], -1 where a prompt has none.
         senders: the edits of each, in order of their first write.
         mlps: what MLPs behind a sender do.
-        frozen: whether readers' norms keep the clean run's scale (an approximation).
+        frozen: whether receivers' norms keep the clean run's scale (an approximation).
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class Stack:
         self.moved = torch.zeros(shape, dtype=torch.bool, device=self.D.device)
         """Where a sender's value differs from the clean one; elsewhere D is exactly zero."""
 
-    def read(self, readers: Iterable[Reader]) -> dict[Reader, Read]:
-        """Carries the senders through the layers; gives what each reader reads on the way."""
-        wanted: dict[tuple[int | float, int], list[Reader]] = defaultdict(list)
-        for reader in readers:
-            wanted[read_at_stage(self.view, reader)].append(reader)
-        found: dict[Reader, Read] = {}
+    def read(self, receivers: Iterable[Receiver]) -> dict[Receiver, Read]:
+        """Carries the senders through the layers; gives what each receiver reads on the way."""
+        wanted: dict[tuple[int | float, int], list[Receiver]] = defaultdict(list)
+        for receiver in receivers:
+            wanted[read_at_stage(self.view, receiver)].append(receiver)
+        found: dict[Receiver, Read] = {}
         self._add(-1, 0)
         last = max(wanted)
         for layer in range(self.view.n_layers):
@@ -152,7 +152,7 @@ class Stack:
         self.D[number] += change
 
     def _change(self, edit: Edit) -> Tensor:
-        """New - old write [rows, n, d_model] of a writer whose value is its write."""
+        """New - old write [rows, n, d_model] of a sender whose value is its write."""
         change = self._new(edit) - self.chunk.deltas.old(edit, self.index)
         return change.to(self.D) * self.valid
 
@@ -233,42 +233,42 @@ class Stack:
         state = self._state(layer, place)[None]
         return torch.cat([state, state + D])
 
-    def _read(self, readers: list[Reader], layer: int, place: Place) -> dict[Reader, Read]:
-        if not readers:
+    def _read(self, receivers: list[Receiver], layer: int, place: Place) -> dict[Receiver, Read]:
+        if not receivers:
             return {}
         stages: dict[Place, tuple[int, int]] = {"pre": (layer, 0), "mid": (layer, 2)}
         n = self._n_before(*stages.get(place, (layer, 4)))
-        found: dict[Reader, Read] = {}
-        inputs = [reader for reader in readers if isinstance(reader, HeadInput)]
+        found: dict[Receiver, Read] = {}
+        inputs = [receiver for receiver in receivers if isinstance(receiver, HeadInput)]
         if inputs:
             found |= self._read_inputs(inputs, layer, n)
-        for reader in readers:
-            if isinstance(reader, MLPIn):
-                found[reader] = self._read_mlp(reader, n)
-            elif isinstance(reader, Stream | Logits):
+        for receiver in receivers:
+            if isinstance(receiver, MLPIn):
+                found[receiver] = self._read_mlp(receiver, n)
+            elif isinstance(receiver, Stream | Logits):
                 state, D = self._state(layer, place), self.D[:n].clone()
-                found[reader] = Read(n, state + D, state, D)
+                found[receiver] = Read(n, state + D, state, D)
         return found
 
-    def _read_inputs(self, readers: list[HeadInput], layer: int, n: int) -> dict[Reader, Read]:
+    def _read_inputs(self, receivers: list[HeadInput], layer: int, n: int) -> dict[Receiver, Read]:
         stacked = self._stacked(layer, "pre", self.D[:n])
         normed = self.plain.normed(layer, stacked, stacked[:1] if self.frozen else None)
-        found: dict[Reader, Read] = {}
+        found: dict[Receiver, Read] = {}
         for which in ("q", "k", "v"):
-            chosen = [reader for reader in readers if reader.which == which]
+            chosen = [receiver for receiver in receivers if receiver.which == which]
             if not chosen:
                 continue
-            values = self.plain.inputs(layer, which, [reader.head for reader in chosen], normed)
+            values = self.plain.inputs(layer, which, [receiver.head for receiver in chosen], normed)
             # Where no sender's value differs, exactly the clean one.
             values = torch.where(self._moved(n)[..., None], values, values[:1])
-            for place, reader in enumerate(chosen):
-                found[reader] = Read(n, values[1:, ..., place, :], values[0, ..., place, :], None)
+            for place, receiver in enumerate(chosen):
+                found[receiver] = Read(n, values[1:, ..., place, :], values[0, ..., place, :], None)
         return found
 
-    def _read_mlp(self, reader: MLPIn, n: int) -> Read:
-        stacked = self._stacked(reader.layer, "mid", self.D[:n])
+    def _read_mlp(self, receiver: MLPIn, n: int) -> Read:
+        stacked = self._stacked(receiver.layer, "mid", self.D[:n])
         base = stacked[:1] if self.frozen else None
-        write = self.plain.mlp_write(reader.layer, stacked, base)
+        write = self.plain.mlp_write(receiver.layer, stacked, base)
         changes = (write[1:] - write[:1]) * self._moved(n)[1:]
         return Read(n, write[:1] + changes, write[0], changes)
 

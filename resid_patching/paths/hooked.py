@@ -1,7 +1,7 @@
-"""What readers read, by a forward pass with everything but the senders held: any model's way.
+"""What receivers read, by a forward pass with everything but the senders held: any model's way.
 
 The base prompts are run with the senders at their new values and all other heads, and with
-mlps="freeze" all MLPs, at their clean ones; what the readers see is kept. This is the third pass
+mlps="freeze" all MLPs, at their clean ones; what the receivers see is kept. This is the third pass
 of the paper's algorithm, made where the closed form does not cover a model.
 """
 
@@ -19,14 +19,13 @@ from resid_patching.address import (
     HeadInput,
     MLPIn,
     Neuron,
-    Reader,
+    Receiver,
     Stream,
     hook_name,
 )
-from resid_patching.models import ModelView, take
-from resid_patching.models import Reader as HookReader
+from resid_patching.models import ModelView, Reader, take
 from resid_patching.paths.closed import MLPs
-from resid_patching.paths.readers import site_of
+from resid_patching.paths.receivers import site_of
 from resid_patching.rerun import Chunk, Edit, Variant
 from resid_patching.rerun.replay import hook_changes
 
@@ -36,28 +35,28 @@ def read_hooked(
     index: Tensor,
     senders: Sequence[Variant],
     mlps: MLPs,
-    readers: Sequence[Reader],
-) -> dict[Reader, Tensor]:
-    """Each reader's value with only the senders changed.
+    receivers: Sequence[Receiver],
+) -> dict[Receiver, Tensor]:
+    """Each receiver's value with only the senders changed.
 
     Args:
         chunk: the prompts, after a clean pass that kept every sublayer's write.
         index: the senders' positions [rows, positions], -1 where a prompt has none.
         senders: the edits of each.
         mlps: what MLPs behind a sender do.
-        readers: which.
+        receivers: which.
 
     Returns:
         Values [sender, rows, positions, ...] (of an MLP: its write), exactly the clean ones where
         no sender's value differs.
     """
     with_neurons = {e.site.layer for s in senders for e in s if isinstance(e.site, Neuron)}
-    apart = [r for r in readers if isinstance(r, MLPIn) and r.layer in with_neurons]
-    found = _pass(chunk, index, senders, mlps, [r for r in readers if r not in apart])
-    for reader in apart:
+    apart = [r for r in receivers if isinstance(r, MLPIn) and r.layer in with_neurons]
+    found = _pass(chunk, index, senders, mlps, [r for r in receivers if r not in apart])
+    for receiver in apart:
         # A neuron that is held would be held in what its own MLP makes of its input, too.
-        free = [tuple(e for e in s if not _is_neuron(e, reader.layer)) for s in senders]
-        found |= _pass(chunk, index, free, mlps, [reader])
+        free = [tuple(e for e in s if not _is_neuron(e, receiver.layer)) for s in senders]
+        found |= _pass(chunk, index, free, mlps, [receiver])
     return found
 
 
@@ -70,30 +69,30 @@ def _pass(
     index: Tensor,
     senders: Sequence[Variant],
     mlps: MLPs,
-    readers: Sequence[Reader],
-) -> dict[Reader, Tensor]:
+    receivers: Sequence[Receiver],
+) -> dict[Receiver, Tensor]:
     """One forward pass of a stack, with the senders at their new values and the rest held."""
-    if not readers:
+    if not receivers:
         return {}
-    wanted = {reader: site_of(chunk.view, reader) for reader in readers}
+    wanted = {receiver: site_of(chunk.view, receiver) for receiver in receivers}
     names = {name for site in wanted.values() for name in _read_names(site)}
     seen: dict[str, Tensor] = {}
     hooks = _hooks(chunk, senders, mlps, names, seen)
     chunk.view.forward(chunk.clean.tokens.repeat(len(senders), 1), hooks)
     moved = moved_rows(chunk, index, senders)
-    found: dict[Reader, Tensor] = {}
-    for reader, site in wanted.items():
+    found: dict[Receiver, Tensor] = {}
+    for receiver, site in wanted.items():
         value = _value(site, seen).unflatten(0, (len(senders), len(chunk.clean)))
         value = torch.stack([take(one, index) for one in value])
         clean = take(_value(site, chunk.clean.acts), index)
         mask = moved.reshape(*moved.shape, *[1] * (value.ndim - moved.ndim))
-        found[reader] = torch.where(mask, value, clean)
+        found[receiver] = torch.where(mask, value, clean)
     return found
 
 
 def _hooks(
     chunk: Chunk, senders: Sequence[Variant], mlps: MLPs, names: set[str], seen: dict[str, Tensor]
-) -> dict[str, HookReader]:
+) -> dict[str, Reader]:
     """At each hook: hold the clean value, put the senders' in, keep what is read, in this order.
 
     Of an MLP what it makes of its own input is read, so there the reading comes first.
@@ -103,7 +102,7 @@ def _hooks(
     n_prompts, n = len(chunk.clean), len(senders)
     writes = {hook_name(MLP(layer)) for layer in range(chunk.view.n_layers)}
 
-    def step(name: str) -> HookReader:
+    def step(name: str) -> Reader:
         def run(activation: Tensor) -> Tensor | None:
             if name in names and name in writes:
                 seen[name] = activation.detach().clone()

@@ -1,4 +1,4 @@
-"""Path patching over senders and readers: values carried to the readers, written, run again."""
+"""Path patching over senders and receivers: values carried to the receivers, written, run again."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resid_patching.address import Attn, HeadInput, Reader, Stream, hook_name
+from resid_patching.address import Attn, HeadInput, Receiver, Stream, hook_name
 from resid_patching.errors import UnsupportedModelError
 from resid_patching.models import ModelView, exact
 from resid_patching.paths.closed import MLPs, Read, Stack
 from resid_patching.paths.hooked import moved_rows, names_to_keep, read_hooked
-from resid_patching.paths.readers import (
-    Readers,
-    ReaderSet,
+from resid_patching.paths.receivers import (
+    Receivers,
+    ReceiverSet,
     read_at_stage,
     site_of,
     starts_at_stage,
@@ -43,17 +43,17 @@ from resid_patching.rerun import (
 )
 from resid_patching.run import Run
 
-# Rows that senders are carried through the layers in, and that readers' changes are run in.
+# Rows that senders are carried through the layers in, and that receivers' changes are run in.
 CARRIED_ROWS, WRITTEN_ROWS = 2048, 1024
 
 
 @dataclass(frozen=True, eq=False)
 class Patched:
-    """What patching the paths did to the metric; NaN where no write reaches a reader.
+    """What patching the paths did to the metric; NaN where no write reaches a receiver.
 
     Attributes:
         baseline: the clean run's value [batch].
-        patched: with the readers written and the model run again [sender, readers, batch].
+        patched: with the receivers written and the model run again [sender, receivers, batch].
         direct: with the same change carried to the last state, all later writes frozen.
         routes: the routes that were taken.
     """
@@ -68,7 +68,7 @@ class Patched:
 def patch_paths(
     run: Run,
     senders: Sequence[Variant],
-    ends: Readers,
+    ends: Receivers,
     reading: Reading,
     *,
     mlps: MLPs,
@@ -77,29 +77,31 @@ def patch_paths(
     frozen_norms: bool = False,
     share: Share = EVERYTHING,
 ) -> Patched:
-    """Replaces what senders send to readers, and nothing else.
+    """Replaces what senders send to receivers, and nothing else.
 
     Args:
         run: the clean run.
         senders: the edits of each sender, all at the same positions.
-        ends: the readers.
+        ends: the receivers.
         reading: what the metric reads.
-        mlps: `recompute` lets MLPs between sender and reader answer, `freeze` does not.
+        mlps: `recompute` lets MLPs between sender and receiver answer, `freeze` does not.
         routes: routes that may be taken, best first; `full` is always allowed.
-        progress: called with the number of (sender, readers) pairs just done.
-        frozen_norms: readers' norms keep the clean run's scale, an approximation.
+        progress: called with the number of (sender, receivers) pairs just done.
+        frozen_norms: receivers' norms keep the clean run's scale, an approximation.
         share: what of it is worked here.
 
     Raises:
         HeadMismatchError: a head's hook does not show one vector for each head.
-        UnsupportedModelError: the model throws away what is put at a reader's hook, or frozen
+        UnsupportedModelError: the model throws away what is put at a receiver's hook, or frozen
             norms were asked of a model that the closed form does not cover.
     """
     shape = (len(senders), len(ends.sets), len(run))
     sites = (edit.site for sender in senders for edit in sender)
     require_acting(run.view, [*sites, *(end for end in ends.all if isinstance(end, HeadInput))])
 
-    held = names_to_keep(run.view) | hooks_to_keep(run, [tuple(_reader_edits(run.view, ends.all))])
+    held = names_to_keep(run.view) | hooks_to_keep(
+        run, [tuple(_receiver_edits(run.view, ends.all))]
+    )
     needed = hooks_to_keep(run, senders)
     if not run.view.attn_only:
         needed |= {hook_name(Attn(layer)) for layer in range(run.view.n_layers)}
@@ -118,7 +120,7 @@ def patch_paths(
             if frozen_norms:
                 raise UnsupportedModelError(
                     f"{run.view.name} ({run.view.kind}) is not covered by the closed form, so its "
-                    "norms cannot be frozen at a reader; use the exact path"
+                    "norms cannot be frozen at a receiver; use the exact path"
                 )
             if tries_closed:
                 chunk = chunk.again(run, names | held)
@@ -129,14 +131,14 @@ def patch_paths(
 
 
 def is_closed(
-    chunk: Chunk, senders: Sequence[Variant], ends: Readers, *, whole: bool = False
+    chunk: Chunk, senders: Sequence[Variant], ends: Receivers, *, whole: bool = False
 ) -> bool:
-    """Whether the closed form covers every sender, and gives the clean run behind the readers.
+    """Whether the closed form covers every sender, and gives the clean run behind the receivers.
 
     Args:
         chunk: the prompts.
         senders: the edits of each sender.
-        ends: the readers.
+        ends: the receivers.
         whole: whether our blocks must give the whole clean run.
     """
     if chunk.plain is None or not all(map(chunk.deltas.closed, senders)):
@@ -152,11 +154,11 @@ def is_closed(
     return chunk.repeats(min(layers), first)
 
 
-def _reader_edits(view: ModelView, readers: Sequence[Reader]) -> Iterator[Edit]:
-    """Edits that stand for the readers, to ask which activations they need."""
+def _receiver_edits(view: ModelView, receivers: Sequence[Receiver]) -> Iterator[Edit]:
+    """Edits that stand for the receivers, to ask which activations they need."""
     nowhere = PositionIndex(torch.full((1, 1), -1, device=view.device))
-    for reader in readers:
-        yield Edit(site_of(view, reader), nowhere, lambda rows, index: index)
+    for receiver in receivers:
+        yield Edit(site_of(view, receiver), nowhere, lambda rows, index: index)
 
 
 class _Work:
@@ -166,7 +168,7 @@ class _Work:
         self,
         chunk: Chunk,
         senders: Sequence[Variant],
-        ends: Readers,
+        ends: Receivers,
         mlps: MLPs,
         frozen: bool,
         share: Share,
@@ -176,9 +178,9 @@ class _Work:
         self.mlps: MLPs = mlps
         self.index = senders[0][0].positions.index[chunk.rows].to(self.view.device)
 
-    def _is_last(self, readers: ReaderSet) -> bool:
-        """Whether the readers are the last state alone."""
-        return [site_of(self.view, reader) for reader in readers] == [self._last]
+    def _is_last(self, receivers: ReceiverSet) -> bool:
+        """Whether the receivers are the last state alone."""
+        return [site_of(self.view, receiver) for receiver in receivers] == [self._last]
 
     @property
     def _last(self) -> Stream:
@@ -250,9 +252,9 @@ class _Closed(_Work):
             reads = stack.read(self.ends.all)
             reached = self._reached(stack.moved)
             for column in columns:
-                readers = self.ends.sets[column]
-                n = max(reads[reader].n for reader in readers)
-                found = {reader: reads[reader] for reader in readers}
+                receivers = self.ends.sets[column]
+                n = max(reads[receiver].n for receiver in receivers)
+                found = {receiver: reads[receiver] for receiver in receivers}
                 patched, direct = self._patched(found, reached[:n], stack.moved[:n])
                 yield self.piece(numbers, column, patched, direct, "plain")
 
@@ -266,9 +268,9 @@ class _Closed(_Work):
         return max(1, min(CARRIED_ROWS // rows, self.chunk.max_bytes // (2 * per_sender)))
 
     def _patched(
-        self, reads: dict[Reader, Read], reached: Tensor, moved: Tensor
+        self, reads: dict[Receiver, Read], reached: Tensor, moved: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The metric [senders, rows] with the readers written: run again, and later frozen."""
+        """The metric [senders, rows] with the receivers written: run again, and later frozen."""
         base = self.chunk.baseline.expand(len(reached), -1)
         if not bool(reached.any()):
             return base, base
@@ -295,11 +297,11 @@ class _Closed(_Work):
         scale = self.view.final_norm.scale(base.to(self.view.compute_dtype))
         return chunk.score(base + change, scale if self.frozen else None)
 
-    def _written(self, reads: dict[Reader, Read], moved: Tensor) -> Written:
-        """The readers' values for all senders; clean ones for senders that do not reach one."""
+    def _written(self, reads: dict[Receiver, Read], moved: Tensor) -> Written:
+        """The receivers' values for all senders; clean ones for senders that do not reach one."""
         values, changes, n = {}, {}, len(moved)
-        for reader, read in reads.items():
-            site = site_of(self.view, reader)
+        for receiver, read in reads.items():
+            site = site_of(self.view, receiver)
             missing = n - read.n
             clean = read.clean.expand(missing, *read.clean.shape)
             values[site] = torch.cat([read.values, clean]) if missing else read.values
@@ -309,7 +311,7 @@ class _Closed(_Work):
         return Written(self.index, values, changes, moved)
 
     def _n_together(self, written: Written) -> int:
-        """Senders whose changes are run together behind the readers."""
+        """Senders whose changes are run together behind the receivers."""
         chunk, view = self.chunk, self.view
         lengths = chunk.clean.lengths.to(written.index.device)
         n_rows = max(1, int((lengths - written.first_moved(lengths)).max()))
@@ -328,16 +330,16 @@ class _Hooked(_Work):
             values = read_hooked(self.chunk, self.index, senders, self.mlps, self.ends.all)
             reached = self._reached(moved_rows(self.chunk, self.index, senders))
             for column in columns:
-                readers = self.ends.sets[column]
-                n = sum(any(self._reaches(s, reader) for reader in readers) for s in senders)
-                variants = [self._variant(readers, values, number) for number in range(n)]
+                receivers = self.ends.sets[column]
+                n = sum(any(self._reaches(s, receiver) for receiver in receivers) for s in senders)
+                variants = [self._variant(receivers, values, number) for number in range(n)]
                 yield from self._of_reached(numbers[:n], column, variants, reached[:n])
                 if n < len(numbers):
                     none = self.chunk.baseline[None][:0]
                     yield self.piece(numbers[n:], column, none, none, "full")
 
-    def _reaches(self, sender: Variant, reader: Reader) -> bool:
-        return starts_at_stage(sender) < read_at_stage(self.view, reader)
+    def _reaches(self, sender: Variant, receiver: Receiver) -> bool:
+        return starts_at_stage(sender) < read_at_stage(self.view, receiver)
 
     def _of_reached(
         self, numbers: list[int], column: int, variants: list[Variant], reached: Tensor
@@ -348,12 +350,14 @@ class _Hooked(_Work):
             direct = torch.where(reached[part], direct, base)
             yield self.piece([numbers[i] for i in part], column, patched, direct, route, "full")
 
-    def _variant(self, readers: ReaderSet, values: dict[Reader, Tensor], number: int) -> Variant:
+    def _variant(
+        self, receivers: ReceiverSet, values: dict[Receiver, Tensor], number: int
+    ) -> Variant:
         where = PositionIndex(_in_batch(self.index, self.chunk.rows))
         edits = []
-        for reader in readers:
-            site = site_of(self.view, reader)
-            edits.append(Edit(site, where, _constant(values[reader][number])))
+        for receiver in receivers:
+            site = site_of(self.view, receiver)
+            edits.append(Edit(site, where, _constant(values[receiver][number])))
         return tuple(edits)
 
     def _stack_size(self) -> int:

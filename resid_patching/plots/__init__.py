@@ -3,10 +3,10 @@
     show(result)                                     the picture of any result
 
     heatmap(ablate(run, heads(model), ...))          layer × head
-    heatmap(ablate(run, senders, Path(to=readers(...), ...)), of="direct")   sender × reader
+    heatmap(ablate(run, senders, Path(to=receivers(...), ...)), of="direct")   sender × receiver
     heatmap(direct_logit_attribution(run, ..., by="head"))                   layer × head
     effect_grids(effect)    effect_bars(effect)      total, direct and indirect side by side
-    path_diagram(effect)                             senders above readers, largest paths
+    path_diagram(effect)                             senders above receivers, largest paths
     attribution_bars(dla)   accumulated(dla)         rows; their running sum along depth
     by_position(dla)                                 rows × positions of one prompt
     trajectory(lens)        trajectory(logit, tuned) the token that each state would say
@@ -82,7 +82,7 @@ def show(result: Result | LensReadout | TunedLens) -> plotly.graph_objects.Figur
 
 
 def is_grid(effect: Effect) -> bool:
-    """Whether an effect is drawn as a grid: heads, readers side by side, or each position."""
+    """Whether an effect is drawn as a grid: heads, receivers side by side, or each position."""
     several = len(effect.targets) > 1
     return effect.columns is not None or several and all(as_head(t) for t in effect.targets)
 

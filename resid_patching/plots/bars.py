@@ -105,7 +105,7 @@ def effect_bars(effect: Effect, *, top: int = 20) -> plotly.graph_objects.Figure
     """Total, direct and indirect effects of the largest targets, three bars each.
 
     Args:
-        effect: of any targets; of one reader, or not at each position in turn.
+        effect: of any targets; of one receiver, or not at each position in turn.
         top: how many targets, by size of their total effect.
 
     Returns:
@@ -113,7 +113,7 @@ def effect_bars(effect: Effect, *, top: int = 20) -> plotly.graph_objects.Figure
 
     Raises:
         MissingExtraError: plotly is not installed.
-        ValueError: there are several readers or positions, or no number.
+        ValueError: there are several receivers or positions, or no number.
     """
     go = require_plotly()
     if effect.columns is not None:

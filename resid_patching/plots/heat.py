@@ -49,11 +49,11 @@ _SCREEN = 1200  # what panels side by side may take
 def heatmap(
     result: Result, *, of: Of = "total", title: str | None = None
 ) -> plotly.graph_objects.Figure:
-    """A grid of numbers as colours: layer × head, sender × reader, or a result's own two axes.
+    """A grid of numbers as colours: layer × head, sender × receiver, or a result's own two axes.
 
     Args:
-        result: an `Effect` of heads, one at a time (layer × head), or of a path to readers side by
-            side (sender × reader); an `Attribution` by head at one position (layer × head; the
+        result: an `Effect` of heads, one at a time (layer × head), or of a path to receivers side
+            by side (sender × receiver); an `Attribution` by head at one position (layer × head; the
             title says what the other rows add up to); or a `Result` with two axes besides `batch`.
         of: which numbers of an `Effect`: total, direct or indirect; hovering shows all three.
         title: the title's first line; None says what the numbers are. Unit, kind and number of
@@ -81,8 +81,8 @@ def effect_grids(effect: Effect, *, top: int = 40) -> plotly.graph_objects.Figur
     """Total, direct and indirect effects side by side, on one scale.
 
     Args:
-        effect: of heads, one at a time (layer × head), or of a path to readers side by side
-            (sender × reader), or of targets at each position in turn (target × position).
+        effect: of heads, one at a time (layer × head), or of a path to receivers side by side
+            (sender × receiver), or of targets at each position in turn (target × position).
         top: of heads, neurons and their inputs in these two, so many rows or columns, by their
             largest total effect; the title says how many there are. What has an order is shown
             whole: positions, stream states, and the layers' attention, MLPs and biases.
@@ -150,7 +150,7 @@ def _is_ordered(label: str | int) -> bool:
 
 
 def metric_words(effect: Effect) -> str:
-    """The metric, for readers: where each prompt has its own answer, it says so."""
+    """The metric, for receivers: where each prompt has its own answer, it says so."""
     each = "(one a prompt) - (one a prompt)"
     return effect.metric.replace(each, "of each prompt's answer - foil")
 
@@ -195,7 +195,7 @@ def _grid(result: Result, of: Of) -> Grid:
         parts = {"total": result.total, "direct": result.direct, "indirect": result.indirect}
         means = {name: result.mean(part) for name, part in parts.items()}
         if result.columns is not None:
-            rows = Axis("sender" if result.readers else "target", result.axis("target").labels)
+            rows = Axis("sender" if result.receivers else "target", result.axis("target").labels)
             return Grid(rows, result.columns, means[of], means)
         return _by_layer(result.targets, means, of)
     if isinstance(result, Attribution):

@@ -1,4 +1,4 @@
-"""Paths from senders to readers as a drawing, layer below layer."""
+"""Paths from senders to receivers as a drawing, layer below layer."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ _WIDEST_LINE = 9.0  # pixels
 @dataclass(frozen=True)
 class _Path:
     sender: str
-    reader: str
+    receiver: str
     total: float
     direct: float
 
 
 def path_diagram(effect: Effect, *, top: int = 30) -> plotly.graph_objects.Figure:
-    """The largest paths as lines from senders down to readers, layer below layer.
+    """The largest paths as lines from senders down to receivers, layer below layer.
 
     A line is as wide as its effect is large, blue above 0 and red (dashed) below.
 
     Args:
-        effect: of a path to readers side by side.
+        effect: of a path to receivers side by side.
         top: how many paths, by the size of their total effect.
 
     Returns:
@@ -62,18 +62,20 @@ def path_diagram(effect: Effect, *, top: int = 30) -> plotly.graph_objects.Figur
 
     Raises:
         MissingExtraError: plotly is not installed.
-        ValueError: there are no readers side by side, or no path has an effect.
+        ValueError: there are no receivers side by side, or no path has an effect.
     """
     go = require_plotly()
-    if not effect.readers:
+    if not effect.receivers:
         raise ValueError(
-            "a diagram is of paths to readers side by side, "
-            "such as to=rp.readers('9.9.q', 'logits')"
+            "a diagram is of paths to receivers side by side, "
+            "such as to=rp.receivers('9.9.q', 'logits')"
         )
     paths, n_known = _largest(effect, top)
     if not paths:
-        raise ValueError("no path from these senders to these readers has an effect")
-    bands = sorted({_band(p.sender, True) for p in paths} | {_band(p.reader, False) for p in paths})
+        raise ValueError("no path from these senders to these receivers has an effect")
+    bands = sorted(
+        {_band(p.sender, True) for p in paths} | {_band(p.receiver, False) for p in paths}
+    )
     rows = {band: number for number, band in enumerate(bands)}
     places = _places(paths, rows)
     figure = go.Figure()
@@ -93,7 +95,7 @@ def path_diagram(effect: Effect, *, top: int = 30) -> plotly.graph_objects.Figur
         "width: size; blue: above 0; red, dashed: below 0",
     )
     columns = [x for x, _ in places.values()]
-    several = len({path.reader.rpartition(".")[2] for path in paths} & {"q", "k", "v"}) > 1
+    several = len({path.receiver.rpartition(".")[2] for path in paths} & {"q", "k", "v"}) > 1
     column = _COLUMN * (1.5 if several else 1)
     width = max(640, 190 + round(column * (max(columns) - min(columns) + 1)))
     lay_out(
@@ -121,9 +123,9 @@ def _largest(effect: Effect, top: int) -> tuple[list[_Path], int]:
     """The paths of the largest effects, and how many there are that have one."""
     total, direct = effect.mean(effect.total), effect.mean(effect.direct)
     found = [
-        _Path(sender, reader, float(total[row, column]), float(direct[row, column]))
+        _Path(sender, receiver, float(total[row, column]), float(direct[row, column]))
         for row, sender in enumerate(effect.targets)
-        for column, reader in enumerate(effect.readers)
+        for column, receiver in enumerate(effect.receivers)
         if not bool(total[row, column].isnan())
     ]
     known = sorted(found, key=lambda path: -abs(path.total))
@@ -163,7 +165,7 @@ def _places(
     paths: list[_Path], rows: dict[_Band, int]
 ) -> dict[tuple[str, bool], tuple[float, float]]:
     """X and y of every node: heads by their number, everything else in the middle."""
-    nodes = {(p.sender, True) for p in paths} | {(p.reader, False) for p in paths}
+    nodes = {(p.sender, True) for p in paths} | {(p.receiver, False) for p in paths}
     heads = {label: x for label, _ in nodes if (x := _head_column(label)) is not None}
     middle = (min(heads.values()) + max(heads.values())) / 2 if heads else 0.0
     others: dict[int, list[tuple[str, bool]]] = {}
@@ -193,7 +195,7 @@ def _head_column(label: str) -> float | None:
 
 
 def _line(path: _Path, places: Any, largest: float) -> dict[str, Any]:
-    (x0, y0), (x1, y1) = places[path.sender, True], places[path.reader, False]
+    (x0, y0), (x1, y1) = places[path.sender, True], places[path.receiver, False]
     share = abs(path.total) / largest
     return {
         "x": [x0, x1],
@@ -211,12 +213,12 @@ def _line(path: _Path, places: Any, largest: float) -> dict[str, Any]:
 
 def _middles(paths: list[_Path], places: Any, unit: str) -> dict[str, Any]:
     """Points in the middle of the lines, which show their numbers."""
-    ends = [(places[path.sender, True], places[path.reader, False]) for path in paths]
+    ends = [(places[path.sender, True], places[path.receiver, False]) for path in paths]
     return {
         "x": [(a[0] + b[0]) / 2 for a, b in ends],
         "y": [(a[1] + b[1]) / 2 for a, b in ends],
         "customdata": [
-            [literal(p.sender), literal(p.reader), p.total, p.direct, p.total - p.direct]
+            [literal(p.sender), literal(p.receiver), p.total, p.direct, p.total - p.direct]
             for p in paths
         ],
         "mode": "markers",

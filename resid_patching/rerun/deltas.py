@@ -1,7 +1,7 @@
 """What a variant's edits change in the stream where they act, everything later frozen.
 
 For edits of one stage this is also the state from which the model is run again: the clean state
-behind the stage plus the delta. For a writer it is new write - old write; for a stream state it
+behind the stage plus the delta. For a sender it is new write - old write; for a stream state it
 is new state - old state; for q, k, v and patterns it is the change of the attention layer's
 write.
 

@@ -79,7 +79,7 @@ def stage(site: Address) -> tuple[int, int]:
     if isinstance(site, MLP | Neuron | MLPBias):
         return (site.layer, 3)
     raise AddressError(
-        f"{site} cannot be replaced; it is no writer, stream state or node of a head"
+        f"{site} cannot be replaced; it is no sender, stream state or node of a head"
     )
 
 

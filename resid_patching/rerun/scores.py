@@ -27,12 +27,14 @@ class Reading:
         evaluate: (logits [variant, rows, n, k], which rows, clean logits [rows, n, k] or None) ->
             values [variant, rows].
         needs_clean: whether `evaluate` is handed the clean run's logits.
+        tokens: ids that are scored among a whole vocabulary [batch, k], to tell sweeps apart.
     """
 
     positions: PositionIndex
     columns: Int[Tensor, "batch k"] | None
     evaluate: Evaluate
     needs_clean: bool = False
+    tokens: Int[Tensor, "batch k"] | None = None
 
 
 class Scores:

@@ -87,7 +87,7 @@ def three_passes(
     """The same by the paper's algorithm, one sender at a time [sender, prompt]."""
     layers = range(model.cfg.n_layers)
     effects = []
-    readers = [] if to == "logits" else [rp.parse(text) for text in to]
+    receivers = [] if to == "logits" else [rp.parse(text) for text in to]
     with torch.no_grad():
         logits, clean = model.run_with_cache(base)
         _, other = model.run_with_cache(source)
@@ -98,12 +98,14 @@ def three_passes(
             z[:, -1, head.head] = other[hook_name(head)][:, -1, head.head]
             hooks[head.layer] = (hook_name(Head(head.layer, 0)), _holding(z))
             seen: dict[str, Tensor] = {}
-            hooks += [(hook_name(reader), _keeping(seen, hook_name(reader))) for reader in readers]
+            hooks += [
+                (hook_name(receiver), _keeping(seen, hook_name(receiver))) for receiver in receivers
+            ]
             logits = model.run_with_hooks(base, fwd_hooks=hooks)
-            if readers:
+            if receivers:
                 writes = [
-                    (hook_name(reader), _writing(seen[hook_name(reader)], reader.head))
-                    for reader in readers
+                    (hook_name(receiver), _writing(seen[hook_name(receiver)], receiver.head))
+                    for receiver in receivers
                 ]
                 logits = model.run_with_hooks(base, fwd_hooks=writes)
             effects.append(logit_difference(logits) - baseline)
@@ -141,7 +143,7 @@ def grids(model: Any) -> Cases:
         from transformer_lens.patching import get_act_patch_direct_path
     except ImportError:
         return
-    ends = rp.readers(*rp.inputs(model, "q"))
+    ends = rp.receivers(*rp.inputs(model, "q"))
     senders = rp.heads(model)
     layer = LAYERS - 3
     timed = (LAYERS - layer - 1) * model.cfg.n_heads
@@ -187,7 +189,7 @@ def grids(model: Any) -> Cases:
 def _edges(n_rows: int) -> Iterator[float]:
     """What the edges into each layer need.
 
-    In the reader's layer the product into the MLP is of rank d_head, and in the last layer keys
+    In the receiver's layer the product into the MLP is of rank d_head, and in the last layer keys
     and values are folded onto the few queries that are read.
     """
     rows, read = PROMPTS * n_rows, PROMPTS

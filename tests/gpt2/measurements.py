@@ -364,15 +364,15 @@ def path_patching(
     answers: list[str],
     foils: list[str],
     senders: list,
-    readers: str | list[str],
+    receivers: str | list[str],
 ) -> list:
-    """A head's message to the readers replaced by the others': in percent of the difference.
+    """A head's message to the receivers replaced by the others': in percent of the difference.
 
-    MLPs recomputed; 0 where a sender writes nothing that a reader reads.
+    MLPs recomputed; 0 where a sender writes nothing that a receiver reads.
     """
     metric = rp.logit_diff(answers, foils)
     base, source = on.run(prompts), on.run(others)
-    how = rp.Path(to=readers, using=rp.Resample(source), mlps="recompute")
+    how = rp.Path(to=receivers, using=rp.Resample(source), mlps="recompute")
     effect = rp.ablate(base, flat(senders), how, metric=metric)
     shares = -100 * effect.recovery(rp.measure(source, metric)).nan_to_num()
     return like(senders, dict(zip(flat(senders), shares.tolist(), strict=True)))

@@ -70,8 +70,8 @@ class StandIn:
             return self._targets(given)
         if name == "senders":
             return self.heads
-        if name == "readers":
-            return self.single["readers"] if given[name] == S_INHIBITION else given[name]
+        if name == "receivers":
+            return self.single["receivers"] if given[name] == S_INHIBITION else given[name]
         if name == "zeroed" and entry.measurement == "loss":
             return self.single["part"]
         return self.single["head" if name == "zeroed" else name]
@@ -122,7 +122,7 @@ SLM4096 = StandIn(
         "foil": "o",
         "part": "1.2.v",
         "head": "2.3",
-        "readers": ["2.0.v", "2.3.v", "3.1.v"],
+        "receivers": ["2.0.v", "2.3.v", "3.1.v"],
         "names": {"IO": ["e", "h"], "S": ["o", "a"]},
         "positions": {"IO": [2, 1], "S": [4, 5]},
         "tokens": [[5, 28, 43, 51, 5, 28, 43, 51], [9, 40, 30, 22, 9, 40, 30, 22]],
@@ -155,7 +155,7 @@ SMOLLM2 = StandIn(
         "foil": " the",
         "part": "3.1.v",
         "head": "17.7",
-        "readers": ["16.1.v", "18.0.v"],
+        "receivers": ["16.1.v", "18.0.v"],
         "names": {"IO": [" Mary", " Tom"], "S": [" John", " Ann"]},
         "positions": {"IO": [0, 0], "S": [2, 2]},
         "tokens": [[504, 1100, 2200, 504, 1100, 2200]],

@@ -190,9 +190,9 @@ def test_P15_the_published_strongest_edge(gpt2_source, backend):
     base = rp.capture(model, "When Mary and John went to the store, Mary gave a drink to")
     source = rp.capture(model, "When Mary and John went to the store, John gave a drink to")
     metric = rp.logit_diff(" Mary", " John")
-    how = rp.Path(to=rp.readers(*rp.inputs(model, "q")), using=rp.Resample(source), mlps="freeze")
+    how = rp.Path(to=rp.receivers(*rp.inputs(model, "q")), using=rp.Resample(source), mlps="freeze")
     effect = rp.ablate(base, rp.heads(model), how, metric=metric)
     share = effect.recovery(rp.measure(source, metric))
-    edge = share[effect.targets.index("8.6"), effect.readers.index("9.9.q")]
+    edge = share[effect.targets.index("8.6"), effect.receivers.index("9.9.q")]
     assert float(edge) == pytest.approx(0.083, abs=2e-3)
     assert float(share.nan_to_num().abs().max()) == pytest.approx(float(edge.abs()), abs=1e-6)

@@ -44,7 +44,9 @@ def slowly(folder, entry):
 
 def kind(entry):
     """The activation that an entry replaces, or that its paths end in."""
-    first = flat(entry.arguments.get("readers") or entry.arguments.get("targets") or ["nothing"])[0]
+    first = flat(entry.arguments.get("receivers") or entry.arguments.get("targets") or ["nothing"])[
+        0
+    ]
     return "".join(letter for letter in first if not letter.isdigit())
 
 

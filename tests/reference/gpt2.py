@@ -506,8 +506,8 @@ def ablation_summary(model, prompts, answers, foils, zeroed):
     return [before, before - naive, naive, after]
 
 
-def path_patching(model, prompts, others, answers, foils, senders, readers):
-    """Change by one head's message to readers, in percent of the gap; MLPs recomputed."""
+def path_patching(model, prompts, others, answers, foils, senders, receivers):
+    """Change by one head's message to receivers, in percent of the gap; MLPs recomputed."""
     before, after, patched = [], [], {sender: [] for sender in flat(senders)}
     pairs = triples(model, prompts, answers, foils)
     for (tokens, answer, foil), other in zip(pairs, others, strict=True):
@@ -528,19 +528,19 @@ def path_patching(model, prompts, others, answers, foils, senders, readers):
                 return z
 
             logits, noted = model.run(tokens, hold | {("z", layer): send})
-            if readers != "logits":
-                logits, _ = model.run(tokens, writing(readers, noted))
+            if receivers != "logits":
+                logits, _ = model.run(tokens, writing(receivers, noted))
             patched[sender].append(gap(logits, answer, foil))
     whole = mean(before) - mean(after)
     shares = {s: 100 * (mean(row) - mean(before)) / whole for s, row in patched.items()}
     return like(senders, shares)
 
 
-def writing(readers, noted) -> dict[Place, Callable]:
-    """Return the changes that put readers, such as 7.3.v, at what was noted."""
+def writing(receivers, noted) -> dict[Place, Callable]:
+    """Return the changes that put receivers, such as 7.3.v, at what was noted."""
     changes: dict[Place, Callable] = {}
-    for reader in readers:
-        ((place, put),) = changing(reader, None, noted).items()
+    for receiver in receivers:
+        ((place, put),) = changing(receiver, None, noted).items()
         earlier = changes.get(place)
         changes[place] = (lambda x, f=earlier, g=put: g(f(x))) if earlier else put
     return changes

@@ -2,13 +2,13 @@
 
 Passes A and B are clean runs on the base and on the source prompts (`activations`). Pass C
 (`record`) runs the base prompts with the senders at their new values and everything else between
-them and the readers held, and notes what each reader would read. Pass D (`write`) runs the base
-prompts with nothing but the readers at what was noted.
+them and the receivers held, and notes what each receiver would read. Pass D (`write`) runs the base
+prompts with nothing but the receivers at what was noted.
 
 Prompts are runs of equal length without padding: everything is [prompt, pos, ...]. `positions`
 [prompt, n] are the senders', -1 for none. `new` gives each sender's new value [prompt, pos, ...].
 A sender is a writer (1.2, attn.1, attn.1.bias, mlp.1, mlp.1.5, mlp.1.bias, embed, pos_embed), a
-reader one of logits, 2.1.q, 2.0.k, 2.0.v, mlp.1.in, resid_pre.1, resid_mid.1, resid_post.1.
+receiver one of logits, 2.1.q, 2.0.k, 2.0.v, mlp.1.in, resid_pre.1, resid_mid.1, resid_post.1.
 """
 
 import contextlib
@@ -26,36 +26,36 @@ def activations(model, tokens: Tensor, own_hooks=()) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in cache.items()}
 
 
-def precedes(sender: str, reader: str, n_layers: int, parallel: bool) -> bool:
-    """Return whether a reader reads a stream that the sender has written to."""
+def precedes(sender: str, receiver: str, n_layers: int, parallel: bool) -> bool:
+    """Return whether a receiver reads a stream that the sender has written to."""
     layer, stage, _, _ = describe(sender)
-    return (layer, stage) < reads_at(reader, n_layers, parallel)
+    return (layer, stage) < reads_at(receiver, n_layers, parallel)
 
 
-def reads_at(reader: str, n_layers: int, parallel: bool) -> tuple[int, int]:
-    """Return the layer and stage of the state that a reader reads."""
-    first, *rest = reader.split(".")
-    if reader == "logits":
+def reads_at(receiver: str, n_layers: int, parallel: bool) -> tuple[int, int]:
+    """Return the layer and stage of the state that a receiver reads."""
+    first, *rest = receiver.split(".")
+    if receiver == "logits":
         return n_layers, 0
     if first == "mlp":
         return int(rest[0]), 0 if parallel else 2
     if first.startswith("resid"):
-        return describe(reader)[:2]
+        return describe(receiver)[:2]
     return int(first), 0
 
 
 # Pass C
 
 
-def record(model, tokens, senders, new, positions, mlps, readers, cache, weights, own_hooks=()):
-    """Return what each reader would read [prompt, pos, ...], senders new and the rest held."""
+def record(model, tokens, senders, new, positions, mlps, receivers, cache, weights, own_hooks=()):
+    """Return what each receiver would read [prompt, pos, ...], senders new and the rest held."""
     noted: dict[str, Tensor] = {}
     with torch.no_grad(), contextlib.ExitStack() as watch:
         hooks = [*own_hooks, *held(senders, new, positions, mlps, cache, weights)]
-        for reader in readers:
-            hooks += noting(model, reader, tokens.shape, noted, watch)
+        for receiver in receivers:
+            hooks += noting(model, receiver, tokens.shape, noted, watch)
         model.run_with_hooks(tokens, fwd_hooks=hooks)
-    assert noted.keys() == set(readers)
+    assert noted.keys() == set(receivers)
     return noted
 
 
@@ -82,20 +82,20 @@ def held(senders, new, positions, mlps, cache, weights) -> list:
     return hooks
 
 
-def noting(model, reader: str, shape, noted: dict, watch: contextlib.ExitStack) -> list:
-    """Return hooks that note what a reader reads; for an MLP, watch its module's argument."""
-    if reader.startswith("mlp"):
-        module = called_mlp(model, int(reader.split(".")[1]))
+def noting(model, receiver: str, shape, noted: dict, watch: contextlib.ExitStack) -> list:
+    """Return hooks that note what a receiver reads; for an MLP, watch its module's argument."""
+    if receiver.startswith("mlp"):
+        module = called_mlp(model, int(receiver.split(".")[1]))
 
         def before(module, args):
-            noted[reader] = args[0].reshape(*shape, -1).clone()
+            noted[receiver] = args[0].reshape(*shape, -1).clone()
 
         watch.callback(module.register_forward_pre_hook(before).remove)
         return []
-    hook, slot = where_of(model, reader)
+    hook, slot = where_of(model, receiver)
 
     def function(activation: Tensor, hook) -> None:
-        noted[reader] = (activation if slot is None else activation[:, :, slot]).clone()
+        noted[receiver] = (activation if slot is None else activation[:, :, slot]).clone()
 
     return [(hook, function)]
 
@@ -107,41 +107,41 @@ def called_mlp(model, layer: int):
     return getattr(mlp, "in") if alone else mlp
 
 
-def where_of(model, reader: str) -> tuple[str, int | None]:
-    """Return a reader's hook, and which head of its value; the logits read the last state."""
-    if reader == "logits":
-        reader = f"resid_post.{len(model.blocks) - 1}"
-    _, _, hook, slot = describe(reader)
+def where_of(model, receiver: str) -> tuple[str, int | None]:
+    """Return a receiver's hook, and which head of its value; the logits read the last state."""
+    if receiver == "logits":
+        receiver = f"resid_post.{len(model.blocks) - 1}"
+    _, _, hook, slot = describe(receiver)
     return hook, slot
 
 
 # Pass D
 
 
-def write(model, tokens, readers, noted, positions, own_hooks=()) -> Tensor:
-    """Return the logits [prompt, pos, d_vocab] with all the readers at what was noted."""
+def write(model, tokens, receivers, noted, positions, own_hooks=()) -> Tensor:
+    """Return the logits [prompt, pos, d_vocab] with all the receivers at what was noted."""
     with torch.no_grad(), contextlib.ExitStack() as watch:
-        hooks = [*own_hooks, *setting(model, readers, noted, positions, watch)]
+        hooks = [*own_hooks, *setting(model, receivers, noted, positions, watch)]
         return model.run_with_hooks(tokens, return_type="logits", fwd_hooks=hooks)
 
 
-def setting(model, readers, noted, positions, watch: contextlib.ExitStack) -> list:
-    """Return the hooks that set the readers; for an MLP, change its module's argument."""
+def setting(model, receivers, noted, positions, watch: contextlib.ExitStack) -> list:
+    """Return the hooks that set the receivers; for an MLP, change its module's argument."""
     hooks = []
-    for reader in sorted(readers, key=lambda reader: reader.startswith("resid_mid")):
-        if reader.startswith("mlp"):
-            module = called_mlp(model, int(reader.split(".")[1]))
-            put, shape = putting(positions, noted[reader]), noted[reader].shape
+    for receiver in sorted(receivers, key=lambda receiver: receiver.startswith("resid_mid")):
+        if receiver.startswith("mlp"):
+            module = called_mlp(model, int(receiver.split(".")[1]))
+            put, shape = putting(positions, noted[receiver]), noted[receiver].shape
 
             def before(module, args, put=put, shape=shape):
                 return (put(args[0].reshape(shape), None).reshape(args[0].shape), *args[1:])
 
             watch.callback(module.register_forward_pre_hook(before).remove)
-        elif reader.startswith("resid_mid"):
-            hooks += setting_middle(int(reader.split(".")[1]), positions, noted[reader])
+        elif receiver.startswith("resid_mid"):
+            hooks += setting_middle(int(receiver.split(".")[1]), positions, noted[receiver])
         else:
-            hook, slot = where_of(model, reader)
-            hooks.append((hook, putting(positions, noted[reader], slot)))
+            hook, slot = where_of(model, receiver)
+            hooks.append((hook, putting(positions, noted[receiver], slot)))
     return hooks
 
 
@@ -164,14 +164,14 @@ def setting_middle(layer: int, positions: Tensor, values: Tensor) -> list:
 # The same change carried to the last state, everything later frozen
 
 
-def write_directly(model, tokens, readers, noted, positions, cache, weights, norm, eps, own=()):
-    """Return the logits of the base's last state plus what the readers then add to it."""
-    change = carried(model, tokens, readers, noted, positions, cache, own)
+def write_directly(model, tokens, receivers, noted, positions, cache, weights, norm, eps, own=()):
+    """Return the logits of the base's last state plus what the receivers then add to it."""
+    change = carried(model, tokens, receivers, noted, positions, cache, own)
     final = cache[f"blocks.{len(model.blocks) - 1}.hook_resid_post"]
     return unembed(final + change, weights, norm, eps)
 
 
-def carried(model, tokens, readers, noted, positions, cache, own_hooks=()) -> Tensor:
+def carried(model, tokens, receivers, noted, positions, cache, own_hooks=()) -> Tensor:
     """Return the change of the last state [prompt, pos, d_model].
 
     A changed state takes back what came before it; changed inputs of an attention layer or of an
@@ -180,30 +180,30 @@ def carried(model, tokens, readers, noted, positions, cache, own_hooks=()) -> Te
     total = torch.zeros_like(cache["blocks.0.hook_resid_pre"])
     for layer in range(len(model.blocks)):
         heads = [f"{layer}.{head}.{which}" for head in range(64) for which in "qkv"]
-        total = put_state(f"resid_pre.{layer}", model, readers, noted, positions, cache, total)
+        total = put_state(f"resid_pre.{layer}", model, receivers, noted, positions, cache, total)
         for sublayer, group in (("attn", heads), ("mlp", [f"mlp.{layer}.in"])):
-            here = [reader for reader in readers if reader in group]
+            here = [receiver for receiver in receivers if receiver in group]
             if here:
                 name = f"blocks.{layer}.hook_{sublayer}_out"
                 changed = read_write(model, tokens, name, here, noted, positions, own_hooks)
                 total = total + changed - cache[name]
             after = f"resid_mid.{layer}" if sublayer == "attn" else f"resid_post.{layer}"
-            total = put_state(after, model, readers, noted, positions, cache, total)
-    return put_state("logits", model, readers, noted, positions, cache, total)
+            total = put_state(after, model, receivers, noted, positions, cache, total)
+    return put_state("logits", model, receivers, noted, positions, cache, total)
 
 
-def put_state(state, model, readers, noted, positions, cache, total) -> Tensor:
-    """Return the change of the stream behind a state, which may be a reader."""
-    if state not in readers:
+def put_state(state, model, receivers, noted, positions, cache, total) -> Tensor:
+    """Return the change of the stream behind a state, which may be a receiver."""
+    if state not in receivers:
         return total
     return putting(positions, noted[state] - cache[where_of(model, state)[0]])(total, None)
 
 
-def read_write(model, tokens, name, readers, noted, positions, own_hooks) -> Tensor:
+def read_write(model, tokens, name, receivers, noted, positions, own_hooks) -> Tensor:
     """Return what a sublayer writes when these of its inputs are changed, and nothing else."""
     seen = []
     with torch.no_grad(), contextlib.ExitStack() as watch:
-        hooks = [*own_hooks, *setting(model, readers, noted, positions, watch)]
+        hooks = [*own_hooks, *setting(model, receivers, noted, positions, watch)]
         hooks.append((name, lambda write, hook: seen.append(write.clone())))
         model.run_with_hooks(tokens, fwd_hooks=hooks)
     return seen[-1]

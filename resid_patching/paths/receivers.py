@@ -1,10 +1,10 @@
-"""Readers: where a path ends, one, several together, or alternatives side by side.
+"""Receivers: where a path ends, one, several together, or alternatives side by side.
 
-    "logits"                            one reader
+    "logits"                            one receiver
     ["9.9.q", "9.6.q", "10.0.q"]        several, written together
-    readers("10.0.q", "10.1.q")         alternatives, one column each
+    receivers("10.0.q", "10.1.q")         alternatives, one column each
 
-A write reaches a reader when it is made before the reader reads:
+A write reaches a receiver when it is made before the receiver reads:
 
     q, k, v of a head       read the state before its layer
     mlp.6.in                reads the state in the middle of its layer (parallel blocks: before it)
@@ -20,13 +20,13 @@ from typing import Any, Literal, TypeAlias
 
 from resid_patching.address import (
     MLP,
-    READERS,
-    WRITERS,
+    RECEIVERS,
+    SENDERS,
     Address,
     HeadInput,
     Logits,
     MLPIn,
-    Reader,
+    Receiver,
     Stream,
     parse,
     read_stage,
@@ -36,18 +36,18 @@ from resid_patching.errors import AddressError, PathWarning, warn
 from resid_patching.models import ModelView, as_view
 from resid_patching.rerun import Site, Variant, require_site
 
-ReaderSet: TypeAlias = tuple[Reader, ...]
+ReceiverSet: TypeAlias = tuple[Receiver, ...]
 
 
 @dataclass(frozen=True)
-class Readers:
+class Receivers:
     """Alternative ends of a path.
 
     Attributes:
-        sets: the readers of each alternative; those of one are written together.
+        sets: the receivers of each alternative; those of one are written together.
     """
 
-    sets: tuple[ReaderSet, ...]
+    sets: tuple[ReceiverSet, ...]
 
     def __str__(self) -> str:
         if len(self.sets) <= 3:
@@ -57,53 +57,55 @@ class Readers:
     @property
     def labels(self) -> tuple[str, ...]:
         """Each alternative as text."""
-        return tuple(" + ".join(map(str, readers)) for readers in self.sets)
+        return tuple(" + ".join(map(str, receivers)) for receivers in self.sets)
 
     @property
-    def all(self) -> tuple[Reader, ...]:
-        """Every reader once."""
-        return tuple(dict.fromkeys(reader for readers in self.sets for reader in readers))
+    def all(self) -> tuple[Receiver, ...]:
+        """Every receiver once."""
+        return tuple(dict.fromkeys(receiver for receivers in self.sets for receiver in receivers))
 
 
-def readers(*alternatives: Any) -> Readers:
-    """Alternatives for the end of a path: a sweep over them gives a sender × reader grid.
+def receivers(*alternatives: Any) -> Receivers:
+    """Alternatives for the end of a path: a sweep over them gives a sender × receiver grid.
 
     Args:
-        alternatives: a reader as text or address, or a list of readers that are written together.
+        alternatives: a receiver as text or address, or a list of receivers written together.
 
     Raises:
-        AddressError: no reader, or none was given.
+        AddressError: no receiver, or none was given.
     """
     if not alternatives:
-        raise AddressError("readers() needs at least one reader, such as 'logits' or '10.0.q'")
-    return Readers(tuple(reader_set(alternative) for alternative in alternatives))
+        raise AddressError("receivers() needs at least one receiver, such as 'logits' or '10.0.q'")
+    return Receivers(tuple(receiver_set(alternative) for alternative in alternatives))
 
 
-def reader_set(given: Any) -> ReaderSet:
-    """One reader or several that are written together.
+def receiver_set(given: Any) -> ReceiverSet:
+    """One receiver or several that are written together.
 
     Raises:
-        AddressError: what is given is no reader, or nothing.
+        AddressError: what is given is no receiver, or nothing.
     """
     many = isinstance(given, Sequence) and not isinstance(given, str)
-    found = tuple(_reader(item) for item in (given if many else [given]))
+    found = tuple(_receiver(item) for item in (given if many else [given]))
     if not found:
-        raise AddressError("an empty list names no reader; give one, such as 'logits' or '10.0.q'")
+        raise AddressError(
+            "an empty list names no receiver; give one, such as 'logits' or '10.0.q'"
+        )
     return found
 
 
-def _reader(given: Any) -> Reader:
+def _receiver(given: Any) -> Receiver:
     address = parse(given)
-    if not isinstance(address, READERS):
+    if not isinstance(address, RECEIVERS):
         raise AddressError(
-            f"{address} reads nothing of the stream, so no path ends there. Readers are logits, "
+            f"{address} reads nothing of the stream, so no path ends there. Receivers are logits, "
             "10.0.q (or k, v), mlp.10.in and resid_pre.10 (or mid, post)"
         )
     return address
 
 
 def inputs(model: Any, which: Literal["q", "k", "v", "mlp"]) -> list[HeadInput] | list[MLPIn]:
-    """Every reader of one kind, in order of layers.
+    """Every receiver of one kind, in order of layers.
 
     Args:
         model: a model or a run.
@@ -127,56 +129,56 @@ def view_of(model: Any) -> ModelView:
     return as_view(getattr(model, "view", model))
 
 
-def require_readers(view: ModelView, ends: Readers) -> None:
-    """Raises AddressError where this model lacks a reader, or a set writes a place twice."""
-    for readers in ends.sets:
-        seen: dict[Site, Reader] = {}
-        for reader in readers:
-            site = site_of(view, reader)
+def require_receivers(view: ModelView, ends: Receivers) -> None:
+    """Raises AddressError where this model lacks a receiver, or a set writes a place twice."""
+    for receivers in ends.sets:
+        seen: dict[Site, Receiver] = {}
+        for receiver in receivers:
+            site = site_of(view, receiver)
             require_site(view, site)
             if site in seen:
-                other = "" if seen[site] == reader else f" (once as {seen[site]})"
-                raise AddressError(f"{reader} was given twice{other}")
-            seen[site] = reader
-        if len(readers) > 1 and (last := seen.get(Stream(view.n_layers - 1, "post"))):
+                other = "" if seen[site] == receiver else f" (once as {seen[site]})"
+                raise AddressError(f"{receiver} was given twice{other}")
+            seen[site] = receiver
+        if len(receivers) > 1 and (last := seen.get(Stream(view.n_layers - 1, "post"))):
             warn(
-                f"{last} is written together with other readers and is the last of them: at the "
+                f"{last} is written together with other receivers and is the last of them: at the "
                 "senders' positions it overrides whatever they pass on. Give alternatives, "
-                "rp.readers(...), to see each alone",
+                "rp.receivers(...), to see each alone",
                 PathWarning,
             )
 
 
 def require_senders(senders: Sequence[Address]) -> None:
-    """Raises AddressError where a path cannot start: nowhere, or at no writer."""
+    """Raises AddressError where a path cannot start: nowhere, or at no sender."""
     if not senders:
         raise AddressError("a path needs a sender, such as the head 9.9")
     for sender in senders:
-        if not isinstance(sender, WRITERS):
+        if not isinstance(sender, SENDERS):
             raise AddressError(
                 f"{sender} writes nothing to the stream, so no path starts there. Senders are "
                 "heads such as 9.9, attn.9, mlp.9, mlp.9.2214, embed, pos_embed and the biases"
             )
 
 
-def site_of(view: ModelView, reader: Reader) -> Site:
-    """Where a reader's value is written: an MLP's input as what the MLP makes of it."""
-    match reader:
+def site_of(view: ModelView, receiver: Receiver) -> Site:
+    """Where a receiver's value is written: an MLP's input as what the MLP makes of it."""
+    match receiver:
         case Logits():
             return Stream(view.n_layers - 1, "post")
         case MLPIn(layer):
             return MLP(layer)
         case _:
-            return reader
+            return receiver
 
 
-def read_at_stage(view: ModelView, reader: Reader) -> tuple[int | float, int]:
-    """When a reader reads, as (layer, stage); writes of an earlier stage reach it."""
-    if isinstance(reader, MLPIn) and view.parallel:
-        return (reader.layer, 0)
-    return read_stage(reader)
+def read_at_stage(view: ModelView, receiver: Receiver) -> tuple[int | float, int]:
+    """When a receiver reads, as (layer, stage); writes of an earlier stage reach it."""
+    if isinstance(receiver, MLPIn) and view.parallel:
+        return (receiver.layer, 0)
+    return read_stage(receiver)
 
 
 def starts_at_stage(sender: Variant) -> tuple[int, int]:
-    """When the first writer of a sender writes, as (layer, stage)."""
+    """When the first sender of a sender writes, as (layer, stage)."""
     return min(write_stage(edit.site) for edit in sender)  # type: ignore[arg-type]
