@@ -16,6 +16,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from resid_patching import errors as errors
 from resid_patching.version import __version__
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ _HOME = {
 
 __all__ = [
     "__version__",
+    "errors",
     "Effect",
     "Linearised",
     "Mean",

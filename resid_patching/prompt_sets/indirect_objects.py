@@ -18,7 +18,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from resid_patching.errors import PromptError
 from resid_patching.models import ModelView, as_view
@@ -68,7 +68,12 @@ _CORRUPTIONS = {
 
 
 def indirect_object_prompts(
-    model: Any, n: Any, *, seed: Any, corrupt: Any, prepend_bos: bool | None = None
+    model: Any,
+    n: int,
+    *,
+    seed: int,
+    corrupt: Literal["names", "swap"],
+    prepend_bos: bool | None = None,
 ) -> PromptPairs:
     """Draws pairs of the indirect-object task whose every word the model's tokenizer knows.
 
