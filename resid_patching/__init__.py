@@ -178,7 +178,7 @@ __all__ = [
 ]
 
 
-# Names of before, for this version; each with the name of now.
+# Old names that work for one more version, each with its new name.
 _RENAMED = {"readers": "receivers", "Readers": "Receivers"}
 
 

@@ -102,7 +102,7 @@ class Prob:
 
 @dataclass(frozen=True)
 class Loss:
-    """Mean cross-entropy of each next token of a prompt, in nats; pads are no tokens."""
+    """Mean cross-entropy of each next token of a prompt, in nats; padding is left out."""
 
     unit = "nats"
 
@@ -164,7 +164,7 @@ class KL:
 
 @dataclass(frozen=True)
 class Top1Change:
-    """1 where the most probable token at a position is another than in the clean run."""
+    """1 where the most probable token at a position differs from the clean run, else 0."""
 
     position: Positions = -1
     unit = "changed"
@@ -254,7 +254,7 @@ def kl(*, position: Positions = -1) -> KL:
 
 
 def top1_change(*, position: Positions = -1) -> Top1Change:
-    """1 where the top prediction is another than in the clean run, else 0.
+    """1 where the top prediction differs from the clean run, else 0.
 
     Args:
         position: where it is read.

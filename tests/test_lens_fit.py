@@ -803,7 +803,7 @@ def test_the_state_of_another_fit_is_refused(tmp_path, monkeypatch):
     with pytest.raises(LensMismatchError, match="with optimizer = 'muon'"):
         quick(model, folder=tmp_path, optimizer="adam")
     (tmp_path / resume.STATE).write_text("nothing")
-    with pytest.raises(LensFormatError, match="no state of a fit"):
+    with pytest.raises(LensFormatError, match="cannot be read as the state"):
         quick(model, folder=tmp_path)
 
 

@@ -78,16 +78,17 @@ def ablate(
             prompt, one for each prompt, or "each" for every position in turn. For a pattern these
             are the rows that attend.
         joint: replace all targets together, in one row; else one at a time, one row each. What the
-            model computes later wins: a state is what it is set to, whatever was written into it,
-            and a head's z, whatever its query is.
+            model computes later wins: a state keeps the value it is set to, whatever was written
+            into it, and so does a head's z, whatever its query is.
         routes: how the engine may run the variants; all give the same numbers.
         progress: called with the number of variants just done, for each group of prompts. Without
             it, a Jupyter notebook shows a bar, and nothing else does.
-        rows: a file that keeps each row as it comes. One that is there already, of this very
-            sweep, is gone on with: what it holds is not computed again, and the result is that of
-            an unbroken sweep, to the last bit where the machine computes alike.
-        team: `rp.team()`, the processes of a launch, which share the work; all make this call with
-            the same arguments. Each gets the whole result, as of one process to the last bit.
+        rows: a file in which each row is saved as soon as it is found. If the file already holds
+            rows of this sweep, the sweep continues from them, and the result is that of an unbroken
+            sweep, to the last bit on the same kind of machine.
+        team: `rp.team()` where a launcher started several processes, which then share the work. All
+            make this call with the same arguments, and each gets the whole result, to the last bit
+            that of one process.
 
     Returns:
         An `Effect` [target, batch] whose text names the kind. Of a `Path` to `rp.receivers(...)` it

@@ -56,9 +56,9 @@ from resid_patching.lens.loop import (
     validate,
     windows_of,
 )
-from resid_patching.lens.resume import Progress
+from resid_patching.lens.resume import FitState
 from resid_patching.lens.ridge import Solver, Statistics
-from resid_patching.lens.tuned import Site, TunedLens, site_rows
+from resid_patching.lens.tuned import LensSite, TunedLens, site_rows
 from resid_patching.lens.unembed import LowUnembedding, Unembedding
 from resid_patching.models import ModelView, as_view, float64_home, require, uncast
 from resid_patching.notebook import in_notebook
@@ -80,7 +80,7 @@ def fit_tuned_lens(
     length: int | None = None,
     text_key: str = "text",
     prepend_bos: bool | None = None,
-    site: Site = "resid_pre",
+    site: LensSite = "resid_pre",
     ridge: bool = True,
     steps: int = 100,
     step_tokens: int = 256,
@@ -279,7 +279,7 @@ class _Fit:
                 if interrupts or all(layer.stopped for layer in state.layers):
                     break
                 kls = self._step(state.layers, step)
-                state = Progress(step + 1, state.layers, state.table, state.looks)
+                state = FitState(step + 1, state.layers, state.table, state.looks)
                 self._look(state)
                 bar.set_postfix_str("KL " + " ".join(f"{kl:.2f}" for kl in kls))
                 bar.update()
@@ -303,7 +303,7 @@ class _Fit:
                 diverged = error
         self.team.agree(diverged)
 
-    def _save(self, folder: Path | None, state: Progress) -> None:
+    def _save(self, folder: Path | None, state: FitState) -> None:
         if folder is not None and self.plan.steps:
             self.team.first(lambda: resuming.save(folder, state, self.identity, self.writer))
 
@@ -326,7 +326,7 @@ class _Fit:
 
     # Before the first step
 
-    def _begin(self, folder: Path | None) -> Progress:
+    def _begin(self, folder: Path | None) -> FitState:
         statistics = self._statistics()
         table: dict[str, Any] = {"logit_lens": [], "ridge": [], "penalty": []}
         layers = []
@@ -337,7 +337,7 @@ class _Fit:
         table = self.team.broadcast(table)
         for layer in layers:
             equip(layer, self.plan, statistics.last_spread)
-        state = Progress(0, layers, table, [])
+        state = FitState(0, layers, table, [])
         self._save(folder, state)
         return state
 
@@ -345,7 +345,7 @@ class _Fit:
         weight, bias = (t.to(self.lens.weight.device) for t in (weight, bias))
         return Layer(str(row), weight, bias, scale, kl, weight.clone(), bias.clone())
 
-    def _take_up(self, folder: Path | None) -> Progress | None:
+    def _take_up(self, folder: Path | None) -> FitState | None:
         about, tensors = self.team.first(lambda: self._read(folder))
         if about is None:
             return None
@@ -448,14 +448,14 @@ class _Fit:
         part = Part(self.team, mine.start * positions, len(picked) * positions)
         return take_step(layers, self.plan, step, found, self.stepping, part)
 
-    def _look(self, state: Progress) -> None:
+    def _look(self, state: FitState) -> None:
         if state.step % self.plan.every and state.step != self.plan.steps:
             return
         kls = self.team.first(lambda: validate(state.layers, self.held, state.step))
         look(state.layers, self.plan, kls)
         state.looks.append({"step": state.step, "kl": kls})
 
-    def _finish(self, state: Progress) -> None:
+    def _finish(self, state: FitState) -> None:
         best = resuming.best_translators(state.layers)
         weight, bias = self.team.broadcast(tuple(tensor.cpu() for tensor in best))
         with torch.no_grad():
