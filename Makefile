@@ -76,7 +76,7 @@ lint: $(STAMP) ## ruff, formatting and pyright
 docs: .venv-docs/.installed ## the documentation as a site, build/docs/index.html; needs no torch
 	.venv-docs/bin/mkdocs --quiet build
 
-tour: $(STAMP) ## run docs/tour.ipynb again and keep its outputs (its pictures need Chromium)
+tour: $(STAMP) ## run the notebooks of docs again and keep their outputs (pictures need Chromium)
 	$(PIP_INSTALL) -e '.[png]'
 	$(BIN)/python scripts/tour.py
 
