@@ -34,6 +34,11 @@ demo: $(STAMP) ## direct logit attribution on the shipped model (LANE=tl4: with 
 	$(BIN)/resid-patching dla --model demo \
 		--prompt "When Mary and John went to the store, John gave a drink to" \
 		--answer " Mary" --foil " John"
+	@printf '%s\n' '' 'Next:' '  source $(BIN)/activate' \
+		'  resid-patching --help               the other commands' \
+		'  resid-patching ablate mean --help   one of them' \
+		'Or in a notebook: docs/tour.ipynb goes from a prompt to a circuit in twenty minutes. VS Code' \
+		'opens it with $(BIN)/python as kernel; or: pip install jupyterlab; jupyter lab docs/tour.ipynb'
 
 test: $(STAMP) ## the quick tests, in 3 minutes (LANE=tl4: with TransformerLens 4)
 	$(BIN)/python -m pytest -m "$(TESTS) and not gpt2 and not full" $(PARALLEL)
@@ -71,7 +76,7 @@ lint: $(STAMP) ## ruff, formatting and pyright
 docs: .venv-docs/.installed ## the documentation as a site, build/docs/index.html; needs no torch
 	.venv-docs/bin/mkdocs --quiet build
 
-tour: $(STAMP) ## run docs/tour.ipynb again and keep its outputs (its pictures need Chromium)
+tour: $(STAMP) ## run the notebooks of docs again and keep their outputs (pictures need Chromium)
 	$(PIP_INSTALL) -e '.[png]'
 	$(BIN)/python scripts/tour.py
 

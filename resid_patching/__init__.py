@@ -16,6 +16,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from resid_patching import errors as errors
 from resid_patching.version import __version__
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ _HOME = {
 
 __all__ = [
     "__version__",
+    "errors",
     "Effect",
     "Linearised",
     "Mean",
@@ -190,7 +192,7 @@ __all__ = [
 ]
 
 
-# Names of before, for this version; each with the name of now.
+# Old names that work for one more version, each with its new name.
 _RENAMED = {"readers": "receivers", "Readers": "Receivers"}
 
 

@@ -19,7 +19,7 @@ class AddressError(ResidPatchingError, ValueError):
 
 
 class CausalityError(AddressError):
-    """An edge whose reader acts before its sender writes."""
+    """An edge whose receiver reads before its sender writes."""
 
 
 class ModelNotFoundError(ResidPatchingError, FileNotFoundError):
@@ -55,7 +55,7 @@ class NotFiniteError(UnsupportedModelError):
 
 
 class ModelChangedError(ResidPatchingError, RuntimeError):
-    """A model that computes otherwise than when the run was captured."""
+    """The model has changed since the run was captured."""
 
 
 class TrainingModeError(ResidPatchingError, RuntimeError):
@@ -91,7 +91,7 @@ class AblationError(ResidPatchingError, TypeError, ValueError):
 
 
 class MetricError(ResidPatchingError, ValueError):
-    """A function used as a metric that does not give each prompt a number of its own."""
+    """A function used as a metric does not return one number for each prompt."""
 
 
 class ResultFormatError(ResidPatchingError, ValueError):
@@ -119,23 +119,23 @@ class OutOfDataError(ResidPatchingError, EOFError):
 
 
 class DivergedError(ResidPatchingError, ArithmeticError):
-    """A fit that met a number that is not finite; the layer and the step are named."""
+    """A number in a fit is not finite; the message names the layer and the step."""
 
 
 class LostProcessError(ResidPatchingError, RuntimeError):
-    """One of several processes has ended, so the others cannot go on."""
+    """One of several processes has ended, so the others stop."""
 
 
 class UnequalProcessesError(ResidPatchingError, ValueError):
-    """Several processes that were given different models, data or settings."""
+    """The processes were given different models, data or settings."""
 
 
 class SweepMismatchError(ResidPatchingError, ValueError):
-    """Rows of another sweep than the one that would go on with them."""
+    """The file holds the rows of a different sweep."""
 
 
 class MissingExtraError(ResidPatchingError, ImportError):
-    """A package that only an extra of ours needs, and that is not installed."""
+    """An optional package is needed and not installed; the message names the extra to install."""
 
 
 class ResidPatchingWarning(UserWarning):
@@ -143,7 +143,7 @@ class ResidPatchingWarning(UserWarning):
 
 
 class AnswerWarning(ResidPatchingWarning):
-    """An answer, or the last token of a prompt, that is probably not the token that was meant."""
+    """An answer, or the last token of a prompt, is probably not the token you meant."""
 
 
 class BosWarning(ResidPatchingWarning):
@@ -159,7 +159,7 @@ class PaddingWarning(ResidPatchingWarning):
 
 
 class BackendWarning(ResidPatchingWarning):
-    """A model that was loaded by another route than the one tried first."""
+    """The first way to load the model failed, and a second one was used."""
 
 
 class UnverifiedLensWarning(ResidPatchingWarning):
@@ -167,15 +167,15 @@ class UnverifiedLensWarning(ResidPatchingWarning):
 
 
 class IdleProcessWarning(ResidPatchingWarning):
-    """Processes that have nothing to do, because the work comes in fewer parts than there are."""
+    """Some processes stand idle, because there are fewer parts of the work than processes."""
 
 
 class SmallDenominatorWarning(ResidPatchingWarning):
-    """A share of a difference that is close to nothing."""
+    """A ratio whose denominator is close to zero."""
 
 
 class PathWarning(ResidPatchingWarning):
-    """Readers of which one overrides what the others pass on."""
+    """Receivers written together, of which one overrides what the others pass on."""
 
 
 # This package, and what stands between its functions and their callers.

@@ -266,7 +266,7 @@ def prob(token: Answers, *, position: Positions = -1) -> Metric:
 
 
 def loss() -> Metric:
-    """Mean cross-entropy of each next token of a prompt, in nats; pads are no tokens.
+    """Mean cross-entropy of each next token of a prompt, in nats; padding is left out.
 
     Raises:
         PromptError: when it is measured: a prompt of one token has no next token.
@@ -320,7 +320,7 @@ def kl(*, position: Positions = -1) -> Metric:
 
 
 def top1_change(*, position: Positions = -1) -> Metric:
-    """1 where the most probable token is another than in the clean run, else 0.
+    """1 where the most probable token differs from the clean run, else 0.
 
     Args:
         position: where it is read.

@@ -51,7 +51,9 @@ class Team:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
-            raise ValueError(f"process {self.rank} of {self.size} cannot be")
+            raise ValueError(
+                f"process {self.rank} does not exist: there are {self.size}, counted from 0"
+            )
 
     @property
     def is_first(self) -> bool:
@@ -59,7 +61,7 @@ class Team:
         return self.rank == 0
 
     def share(self, n: int) -> range:
-        """The numbers below n that are this process': contiguous, in the order of the processes."""
+        """This process's part of the numbers below n: contiguous, in the order of the processes."""
         return range(-(-n * self.rank // self.size), -(-n * (self.rank + 1) // self.size))
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -76,7 +78,7 @@ class Team:
         return tensor
 
     def gather(self, value: T) -> list[T]:
-        """What each process gives, in their order; anything that can be pickled.
+        """The values of all processes, in their order; anything that can be pickled.
 
         Raises:
             LostProcessError: a process has ended.
@@ -91,7 +93,7 @@ class Team:
         return found
 
     def broadcast(self, value: T) -> T:
-        """What the first process gives; anything that can be pickled.
+        """The value of the first process, sent to all; anything that can be pickled.
 
         Raises:
             LostProcessError: a process has ended.
@@ -106,7 +108,7 @@ class Team:
         return found[0]  # type: ignore[return-value]
 
     def first(self, work: Callable[[], T]) -> T:
-        """What the work of the first process gives, for all; its error is raised in all.
+        """Does the work in the first process and sends the result, or the error, to all.
 
         Raises:
             LostProcessError: a process has ended.
@@ -152,8 +154,8 @@ class Team:
         except RuntimeError as error:
             atexit.unregister(_leave)  # nccl would wait for the process that was lost
             raise LostProcessError(
-                f"process {self.rank} of {self.size} lost another, which has ended. What was "
-                "saved is whole."
+                f"process {self.rank} of {self.size}: another process has ended. Files that were "
+                "saved are complete."
             ) from error
 
 
@@ -227,7 +229,7 @@ def _leave() -> None:
 
 
 def speaks() -> bool:
-    """Whether this process is the one to say that the launch has failed: the first to ask."""
+    """Whether this process reports that the launch has failed: the first to ask does."""
     if not launched():
         return True
     if _store is None:  # not joined: what fails now fails in all

@@ -186,7 +186,7 @@ def prepare(
     prepend_bos: bool | None = None,
     mask: Tensor | None = None,
 ) -> Prompts:
-    """Turns what a user has into `Prompts`, and refuses what the model cannot be run on.
+    """Turns texts or token ids into `Prompts`; raises for what the model cannot be run on.
 
     Args:
         view: the model.

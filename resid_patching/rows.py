@@ -1,4 +1,4 @@
-"""Rows of a long sweep in a file: appended as they come, and read again when the sweep goes on.
+"""Rows of a long sweep in a file: appended as they are found, read when the sweep continues.
 
 JSON Lines. The first line says which sweep the rows are of; each further line is one target's
 values for one group of prompts:
@@ -58,7 +58,7 @@ class Row:
 
 
 class RowFile:
-    """A file of rows, read and checked; rows are added behind what it holds.
+    """A file of rows: what it holds is read and checked, and new rows are appended.
 
     Args:
         path: the file; it need not exist. A symbolic link stays, and the file it names is used.
@@ -104,12 +104,12 @@ class RowFile:
         for name, theirs, ours in differences(found, as_json(identity)):
             raise SweepMismatchError(
                 f"{self.path} holds rows of another sweep: its {name}: {theirs}; this sweep's: "
-                f"{ours}. Go on with the same, or give another file to begin anew."
+                f"{ours}. Repeat the same sweep to continue, or give another file to start again."
             )
         return self._rows[part]
 
     def begin(self, part: int, identity: dict[str, Any]) -> None:
-        """Makes room for the rows of a sweep; says which it is where the file does not yet.
+        """Prepares the file for the rows of a sweep: writes what the sweep is, if it is new.
 
         Raises:
             OSError, SweepMismatchError: as `add`.
@@ -122,7 +122,7 @@ class RowFile:
         self._note(head)
 
     def add(self, part: int, rows: Iterable[Row]) -> None:
-        """Puts rows on the disk, behind what is there.
+        """Appends rows to the file, and waits until they are on the disk.
 
         Raises:
             OSError: the file cannot be written.
@@ -206,7 +206,7 @@ def _short(value: Any) -> str:
 
 
 def _begins_alike(content: bytes) -> bool:
-    """Whether it begins as a file of rows does, or a kill cut its first line short."""
+    """Whether this is the beginning of a file of rows, even if its first line was cut short."""
     n = min(len(content), len(_BEGIN))
     return content[:n] == _BEGIN[:n]
 
@@ -226,7 +226,7 @@ def _encoded(row: Row) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | str | None:
-    """JSON has no word for what is no finite number."""
+    """JSON cannot write NaN or infinity."""
     if math.isfinite(value):
         return value
     return None if math.isnan(value) else str(value)

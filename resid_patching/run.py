@@ -44,10 +44,11 @@ class CacheLike(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Prompts on a model at one moment. What a Run fetched is never changed by anyone.
+    """Prompts on a model at one moment.
 
-    Everything is computed with the model as it was when the run was captured. Where it computes
-    otherwise by now, what asks for more raises ModelChangedError.
+    Everything is computed with the model as it was when the run was captured. If the model has
+    changed since, a call that needs more of it raises ModelChangedError. Do not change the tensors
+    that a Run returns: it keeps them.
 
     Attributes:
         view: the model.
@@ -131,7 +132,7 @@ class Run:
         return self.fetched(address)
 
     def fetched(self, address: Address) -> Float[Tensor, "batch pos ..."]:
-        """What `fetch_all` has just fetched, without another look at the model."""
+        """An activation that `fetch_all` has just fetched, without checking the model again."""
         return self._kept[hook_name(address)]
 
     def fetch_all(self, addresses: Iterable[Address]) -> None:
@@ -162,7 +163,7 @@ class Run:
         return self._own[_last(self.view)]
 
     def require_own_cache(self) -> None:
-        """Holds the caller's cache to a pass of the model, before it is first used.
+        """Compares the caller's cache with a pass of the model, before its first use.
 
         Raises:
             CacheMismatchError: an activation is not the model's own on these prompts.

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: docs/tour.ipynb becomes the page tour.md, with the outputs that it holds.
+"""A hook of mkdocs: each notebook of docs becomes a page, with the outputs that it holds.
 
 Nothing is executed. Of each output the richest form that needs no script is shown: a picture, else
 HTML, else text.
@@ -12,14 +12,14 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-NOTEBOOK, PAGE = "tour.ipynb", "tour.md"
-
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Adds the page to the site."""
-    text = Path(config.docs_dir, NOTEBOOK).read_text(encoding="utf-8")
-    note = f"[The notebook itself]({NOTEBOOK}), to run and change.\n\n"
-    files.append(File.generated(config, PAGE, content=page(json.loads(text), note)))
+    """Adds the pages to the site."""
+    for path in sorted(Path(config.docs_dir).rglob("*.ipynb")):
+        text = path.read_text(encoding="utf-8")
+        note = f"[The notebook itself]({path.name}), to run and change.\n\n"
+        name = path.relative_to(config.docs_dir).with_suffix(".md").as_posix()
+        files.append(File.generated(config, name, content=page(json.loads(text), note)))
     return files
 
 

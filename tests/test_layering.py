@@ -18,6 +18,7 @@ ORDER = (
     "rows",
     "processes",
     "markup",
+    "notebook",
     "address",
     "models",
     "tokens",

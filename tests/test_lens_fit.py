@@ -697,6 +697,32 @@ def test_T15_five_steps_and_five_more_are_ten(tmp_path, monkeypatch):
         assert not (folder / resume.STATE).exists()
 
 
+def test_control_c_keeps_the_step_that_is_running_and_a_second_one_does_not_wait(
+    tmp_path, monkeypatch
+):
+    model = zoo.build(zoo.BACKENDS[0])
+    whole = quick(model, steps=6)
+    step, times = fit.take_step, 1
+
+    def pressed(*args):
+        for _ in range(times if args[2] == 3 else 0):
+            signal.raise_signal(signal.SIGINT)
+        return step(*args)
+
+    monkeypatch.setattr(fit, "take_step", pressed)
+    with pytest.raises(KeyboardInterrupt, match="as of step 4 of 6; the same call continues"):
+        quick(model, steps=6, folder=tmp_path / "once")
+    assert resume.read(tmp_path / "once")[0]["step"] == 4
+    for folder, times in ((tmp_path / "twice", 2), (None, 1)):  # noqa: B007
+        with pytest.raises(KeyboardInterrupt) as stop:
+            quick(model, steps=6, folder=folder)
+        assert not stop.value.args
+    assert resume.read(tmp_path / "twice")[0]["step"] == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    times = 0
+    assert same(quick(model, steps=6, folder=tmp_path / "once"), whole)
+
+
 def test_a_file_that_is_not_utf8_is_named_and_a_byte_order_mark_is_no_token(tmp_path):
     model = zoo.text_model(zoo.BACKENDS[0])
     path = tmp_path / "latin.txt"
@@ -777,7 +803,7 @@ def test_the_state_of_another_fit_is_refused(tmp_path, monkeypatch):
     with pytest.raises(LensMismatchError, match="with optimizer = 'muon'"):
         quick(model, folder=tmp_path, optimizer="adam")
     (tmp_path / resume.STATE).write_text("nothing")
-    with pytest.raises(LensFormatError, match="no state of a fit"):
+    with pytest.raises(LensFormatError, match="cannot be read as the state"):
         quick(model, folder=tmp_path)
 
 

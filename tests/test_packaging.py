@@ -1,6 +1,7 @@
 """What is shipped: one version everywhere, the data files, and a demo model of modest size."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,16 +26,30 @@ def test_the_changelog_has_the_current_version():
     assert re.search(rf"^## {version}\b", changelog, flags=re.MULTILINE)
 
 
-def test_every_file_that_is_not_code_is_package_data():
-    patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["resid_patching"]
-    declared = {path for pattern in patterns for path in PACKAGE.glob(pattern) if path.is_file()}
+def test_the_wheel_has_every_file_of_the_package():
+    """It takes the whole folder, but for what git ignores: which must be none of its files."""
+    wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"packages": ["resid_patching"]}
     present = {
-        path
+        str(path.relative_to(REPOSITORY))
         for path in PACKAGE.rglob("*")
-        if path.is_file() and path.suffix != ".py" and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts
     }
-    assert present == declared
-    assert PACKAGE / "py.typed" in present
+    assert {"resid_patching/py.typed", "resid_patching/demo/model.safetensors"} <= present
+    ignored = subprocess.run(
+        ["git", "check-ignore", "--no-index", "--stdin"],
+        cwd=REPOSITORY,
+        input="\n".join(sorted(present)),
+        capture_output=True,
+        text=True,
+    )
+    assert ignored.stderr == "" and ignored.stdout == ""
+
+
+def test_make_demo_ends_by_saying_what_to_type_next():
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    demo = makefile[makefile.index("\ndemo:") :].split("\n\n")[0]
+    assert "source $(BIN)/activate" in demo and "docs/tour.ipynb" in demo
 
 
 def test_the_demo_model_is_there_and_small():

@@ -760,45 +760,6 @@ class Counter:
         self.handle.remove()
 
 
-KINDS = ("Zero()", "Mean(", "Resample(")
-
-
-@pytest.mark.parametrize(
-    ("make", "shown"),
-    [
-        (lambda run: rp.Path(to="logits", using=rp.Zero()), MODES),
-        (lambda run: rp.Path(to="logits", using=rp.Zero(), mlps="frozen"), MODES),
-        (lambda run: rp.Path(to="logits", using=rp.Zero(), mlps=None), MODES),
-        (lambda run: rp.Path(to="logits", mlps="freeze"), KINDS),
-        (lambda run: rp.Path(to="logits", using=None, mlps="freeze"), KINDS),
-        (lambda run: rp.Path(to="logits", using=rp.Zero, mlps="freeze"), KINDS),
-        (lambda run: rp.Path(to="logits", using=rp.Resample, mlps="freeze"), KINDS),
-        (lambda run: rp.Path(to="logits", using="zero", mlps="freeze"), KINDS),
-        (lambda run: rp.Path(to="logits", using=run, mlps="freeze"), KINDS),
-        (lambda run: rp.Path(to="logits", using=a_path(), mlps="freeze"), KINDS),
-        (lambda run: rp.Path(using=rp.Zero(), mlps="freeze"), ("Path(to=",)),
-        (lambda run: rp.Path(), ("Path(to=",)),
-    ],
-)
-def test_a_path_without_what_it_needs_is_refused_and_the_choices_are_shown(make, shown):
-    with pytest.raises(AblationError) as error:
-        make(runs(GPT2)[0])
-    assert all(words in str(error.value) for words in shown)
-
-
-def a_path():
-    return rp.Path(to="logits", using=rp.Zero(), mlps="freeze")
-
-
-@backends
-def test_the_class_instead_of_a_path_is_refused_and_the_kinds_are_shown(toy):
-    run = runs(toy)[0]
-    with Counter(toy.model) as counter, pytest.raises(AblationError) as error:
-        rp.ablate(run, "0.1", rp.Path, metric=DIFF)
-    assert counter.passes == 0
-    assert all(words in str(error.value) for words in (*KINDS, "Path(to="))
-
-
 @pytest.mark.parametrize(
     "sender",
     ["1.2.q", "1.2.z", "1.2.pattern", "resid_pre.1", "resid_post.2", "mlp.1.in", "logits",
@@ -872,7 +833,7 @@ def test_no_state_lies_between_parallel_sublayers():
         patch(runs(toy)[0], "0.1", "resid_mid.1", rp.Zero(), "freeze")
 
 
-@pytest.mark.parametrize("to", [[], (), None, "empty"], ids=str)
+@pytest.mark.parametrize("to", [[], (), "empty"], ids=str)
 def test_a_path_leads_somewhere(to):
     with pytest.raises((AblationError, AddressError)):
         to = rp.receivers() if to == "empty" else to
@@ -1199,8 +1160,6 @@ def test_P12_recovery_over_a_small_denominator_warns_and_the_difference_stays(to
 @backends
 def test_P15_both_definitions_of_a_path_are_named_and_differ(toy):
     run, source = runs(toy)
-    with pytest.raises(AblationError, match="(?s)recompute.*freeze"):
-        rp.ablate(run, "0.1", rp.Path(to="2.1.q", using=resample(source)), metric=DIFF)
     found = {mlps: patch(run, "0.1", "2.1.q", resample(source), mlps) for mlps in MODES}
     assert largest(found["freeze"].total - found["recompute"].total) > 1e-3
     assert "frozen" in found["freeze"].how and "recomputed" in found["recompute"].how

@@ -47,7 +47,7 @@ def test_shares_are_all_in_order_and_even():
 
 @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
 def test_a_process_outside_its_team_cannot_be(rank, size):
-    with pytest.raises(ValueError, match=f"process {rank} of {size}"):
+    with pytest.raises(ValueError, match=f"process {rank} does not exist: there are {size}"):
         Team(rank, size)
 
 

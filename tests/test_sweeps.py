@@ -204,7 +204,7 @@ def test_another_function_of_the_same_name_is_noticed_by_the_clean_run(tmp_path)
         return {"metric": lambda logits: logits[:, 0, column], "rows": tmp_path / "rows.jsonl"}
 
     heads(**options(3))
-    with pytest.raises(SweepMismatchError, match="the metric or the model is another"):
+    with pytest.raises(SweepMismatchError, match="the metric or the model has changed"):
         heads(**options(4))
 
 

@@ -14,6 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.full
 
+PATH = "rp.Path('logits', rp.Zero(), 'freeze')"
 # name -> expression that must raise, class of the error, part of its message
 MISTAKES = {
     "no model": ("rp.capture('gpt2', [1, 2])", "TypeError", 'Load one with rp.load("gpt2")'),
@@ -35,12 +36,54 @@ MISTAKES = {
     "grain of parts": ("rp.decompose(run, by='heads')", "ValueError", "got 'heads'"),
     "order": ("dla(3, 6).top(3, by='size')", "ValueError", "'abs' or 'signed', got 'size'"),
     "address": ("rp.parse(9)", "AddressError", "an address is a text such as '9.9'"),
-    "sender": ("rp.parse_edge('resid_pre.1->logits')", "AddressError", "starts at a writer"),
+    "sender": ("rp.parse_edge('resid_pre.1->logits')", "AddressError", "starts at a sender"),
     "receiver": ("rp.parse_edge('9.9->embed')", "AddressError", "ends at a receiver"),
     "layer": ("address.Attn('1')", "AddressError", "layer must be a whole number"),
     "fraction": ("address.Head(1, 1.5)", "AddressError", "head must be a whole number"),
     "place": ("address.Stream(1, 'late')", "AddressError", "pre, mid or post, got 'late'"),
     "which": ("address.HeadInput(1, 1, 'o')", "AddressError", "q, k or v, got 'o'"),
+    "a kind's name": ("ablate('zero')", "AblationError", "'zero', which is no kind of ablation"),
+    "no kind": ("ablate(None)", "AblationError", "the kinds are Zero(), Mean(reference, over="),
+    "a kind's class": ("ablate(rp.Path)", "AblationError", "given the class Path; make one"),
+    "a run as kind": ("ablate(run)", "AblationError", "Resample(source) and Path(to="),
+    "axes of a mean": ("rp.Mean(run, over=('batch', 'head'))", "AblationError", "('batch', 'pos')"),
+    "no axes": ("rp.Mean(run, over=None)", "AblationError", "has no default; got None"),
+    "axes": ("rp.Mean(run, over=0)", "AblationError", "got 0; the kinds are"),
+    "positions alone": ("rp.Mean(run, over='pos')", "AblationError", "got 'pos'"),
+    "a list as reference": ("rp.Mean([[1]], over='batch')", "AblationError", "got list"),
+    "a view as reference": ("rp.Mean(run.view, over='batch')", "AblationError", "got ModelView"),
+    "no reference": (
+        "rp.Mean(None, over='batch')",
+        "AblationError",
+        "is a run over the same model",
+    ),
+    "no source": ("rp.Resample(None)", "AblationError", "source is a run over the same model"),
+    "a text as source": ("rp.Resample('text')", "AblationError", "got str"),
+    "pairing": ("rp.Resample(run, pairing='columnwise')", "AblationError", "got 'columnwise'"),
+    "no pairing": ("rp.Resample(run, pairing=None)", "AblationError", "or 'shuffle', got None"),
+    "a text as seed": ("rp.Resample(run, 'shuffle', 'a')", "AblationError", "seed=0; got 'a'"),
+    "mlps": (
+        "rp.Path('logits', rp.Zero(), 'frozen')",
+        "AblationError",
+        'or "freeze" (only the one',
+    ),
+    "no mlps": ("rp.Path('logits', rp.Zero(), None)", "AblationError", "mlps was None"),
+    "no using": ("rp.Path('logits', None, 'freeze')", "AblationError", "no default; got None"),
+    "class as using": ("rp.Path('logits', rp.Zero, 'freeze')", "AblationError", "the class Zero"),
+    "text as using": ("rp.Path('logits', 'zero', 'freeze')", "AblationError", "got 'zero'"),
+    "path as using": (
+        f"rp.Path('logits', {PATH}, 'freeze')",
+        "AblationError",
+        "got Path(to='logits'",
+    ),
+    "no end": ("rp.Path(None, rp.Zero(), 'freeze')", "AblationError", "such as 'logits'"),
+    "metric's name": ("ablate(rp.Zero(), 'loss')", "TypeError", "a function of logits; got 'loss'"),
+    "no metric": ("ablate(rp.Zero(), None)", "TypeError", "rp.loss()"),
+    "a number as metric": ("rp.measure(run, 3)", "TypeError", "a function of logits; got 3"),
+    "corruption": ("pairs(corrupt='random')", "PromptError", 'or "swap" (the subject'),
+    "no corruption": ("pairs(corrupt=None)", "PromptError", "has no default; got None"),
+    "no seed": ("pairs(seed=None)", "PromptError", "seed is a whole number; got None"),
+    "seed": ("pairs(seed=1.5)", "PromptError", "seed is a whole number; got 1.5"),
     "node": ("address.HeadNode(1, 1, 'q')", "AddressError", "z and pattern, got 'q'"),
 }
 
@@ -56,6 +99,12 @@ run = rp.capture(model, zoo.RAGGED)
 
 def dla(answer, foil, **options):
     return rp.direct_logit_attribution(run, answer, foil, **options)
+
+def ablate(how, metric=rp.loss()):
+    return rp.ablate(run, "1.2", how, metric=metric)
+
+def pairs(*, seed=0, corrupt="names"):
+    return rp.indirect_object_prompts(rp.load("demo"), 2, seed=seed, corrupt=corrupt)
 
 found = {}
 for name, mistake in json.load(sys.stdin).items():

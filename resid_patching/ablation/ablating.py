@@ -42,10 +42,12 @@ from resid_patching.address import Address
 from resid_patching.errors import AblationError, PositionError
 from resid_patching.metrics import Metric, as_metric
 from resid_patching.models import exact, require
+from resid_patching.notebook import bar
 from resid_patching.paths import patch_paths, require_receivers, require_senders
 from resid_patching.processes import Team
 from resid_patching.prompts import PositionIndex, Positions
 from resid_patching.rerun import EVERYTHING, Edit, Route, Variant, rerun
+from resid_patching.rerun.engine import prompt_chunks
 from resid_patching.result import Axis, provenance
 from resid_patching.run import Run
 
@@ -54,13 +56,13 @@ from resid_patching.run import Run
 def ablate(
     run: Run,
     targets: Targets,
-    how: Any = None,
+    how: Kind,
     *,
-    metric: Any,
+    metric: Metric | Callable[..., Tensor],
     positions: Positions | str = None,
     joint: bool = False,
     routes: Sequence[Route] = ("plain", "replay", "full"),
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
     rows: str | os.PathLike[str] | Rows | None = None,
     team: Team | None = None,
 ) -> Effect:
@@ -76,15 +78,17 @@ def ablate(
             prompt, one for each prompt, or "each" for every position in turn. For a pattern these
             are the rows that attend.
         joint: replace all targets together, in one row; else one at a time, one row each. What the
-            model computes later wins: a state is what it is set to, whatever was written into it,
-            and a head's z, whatever its query is.
+            model computes later wins: a state keeps the value it is set to, whatever was written
+            into it, and so does a head's z, whatever its query is.
         routes: how the engine may run the variants; all give the same numbers.
-        progress: called with the number of variants just done, for each group of prompts.
-        rows: a file that keeps each row as it comes. One that is there already, of this very
-            sweep, is gone on with: what it holds is not computed again, and the result is that of
-            an unbroken sweep, to the last bit where the machine computes alike.
-        team: `rp.team()`, the processes of a launch, which share the work; all make this call with
-            the same arguments. Each gets the whole result, as of one process to the last bit.
+        progress: called with the number of variants just done, for each group of prompts. Without
+            it, a Jupyter notebook shows a bar, and nothing else does.
+        rows: a file in which each row is saved as soon as it is found. If the file already holds
+            rows of this sweep, the sweep continues from them, and the result is that of an unbroken
+            sweep, to the last bit on the same kind of machine.
+        team: `rp.team()` where a launcher started several processes, which then share the work. All
+            make this call with the same arguments, and each gets the whole result, to the last bit
+            that of one process.
 
     Returns:
         An `Effect` [target, batch] whose text names the kind. Of a `Path` to `rp.receivers(...)` it
@@ -125,14 +129,17 @@ def ablate(
     team = Team() if team is None else team
     share = EVERYTHING
     if variants and (rows is not None or team.size > 1):
-        columns = tuple(range(len(places))) if each else None
+        beside = tuple(range(len(places))) if each else None
         identity = identity_of(run, kind, chosen, reading, places, labels, origin, routes)
-        share = Shared(run.view, team, _names(labels, kind, columns), identity, rows)
-    options: dict[str, Any] = {"routes": routes, "progress": progress, "share": share}
-    if isinstance(kind, Path):
-        found: Any = patch_paths(run, variants, kind.ends, reading, mlps=kind.mlps, **options)
-    else:
-        found = rerun(run, variants, reading, **options)
+        share = Shared(run.view, team, _names(labels, kind, beside), identity, rows)
+    columns = len(kind.ends.sets) if isinstance(kind, Path) else 1
+    n_changes = len(variants) * columns * len(prompt_chunks(run, 0))
+    with bar(n_changes if progress is None else None, "change") as shown:
+        options: dict[str, Any] = {"routes": routes, "progress": progress or shown, "share": share}
+        if isinstance(kind, Path):
+            found: Any = patch_paths(run, variants, kind.ends, reading, mlps=kind.mlps, **options)
+        else:
+            found = rerun(run, variants, reading, **options)
     patched, direct = found.patched, found.direct
     if each:
         axes.insert(1, Axis("position", tuple(range(len(places)))))
@@ -205,7 +212,7 @@ def variants_of(
     ]
 
 
-def measure(run: Run, metric: Any) -> Float[Tensor, " batch"]:
+def measure(run: Run, metric: Metric | Callable[..., Tensor]) -> Float[Tensor, " batch"]:
     """A metric on a run as it is: for a source, what a base's effects are compared with.
 
     Args:

@@ -98,13 +98,13 @@ class Effect(Result):
         return self._column("receiver", label)
 
     def reader(self, label: Any) -> Effect:
-        """The name of before of `receiver`, for this version."""
+        """The old name of `receiver`; it goes in the next version."""
         warnings.warn("Effect.reader is now Effect.receiver", DeprecationWarning, stacklevel=2)
         return self.receiver(label)
 
     @property
     def readers(self) -> tuple[str, ...]:
-        """The name of before of `receivers`, for this version."""
+        """The old name of `receivers`; it goes in the next version."""
         warnings.warn("Effect.readers is now Effect.receivers", DeprecationWarning, stacklevel=2)
         return self.receivers
 

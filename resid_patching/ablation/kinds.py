@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+from resid_patching.address import Address
 from resid_patching.errors import AblationError
-from resid_patching.paths import Receivers, receiver_set
+from resid_patching.paths import MLPs, Receivers, receiver_set
 from resid_patching.prompts import Positions
 from resid_patching.run import Run
 
-_KINDS = """the kinds are
-  Zero()                                                the target writes nothing
-  Mean(reference, over=("batch",))                      its mean over the runs of `reference`
-  Resample(source, pairing="rowwise")                   its value in the run `source`
-  Path(to="logits", using=Zero(), mlps="recompute")     only what it sends to `to` is replaced"""
+_KINDS = (
+    'the kinds are Zero(), Mean(reference, over=("batch",)), Resample(source) and '
+    'Path(to="logits", using=Zero(), mlps="recompute")'
+)
+_MLPS = (
+    'it is "recompute" (the MLPs between sender and receiver answer the change, as in Wang et al. '
+    '2022) or "freeze" (only the one residual edge carries it)'
+)
 
-_MLPS = """mlps has no default, and signs differ between the two:
-  "recompute"   MLPs between sender and receiver answer the change (Wang et al. 2022)
-  "freeze"      the one residual edge alone"""
+Over: TypeAlias = Literal["batch"] | tuple[Literal["batch", "pos"], ...]
+Pairing: TypeAlias = Literal["rowwise", "shuffle"]
+Ends: TypeAlias = str | Address | Sequence[str | Address] | Receivers
 
 
 def refusal(message: str) -> AblationError:
@@ -51,8 +56,8 @@ class Mean:
             of unequal length by a named position.
     """
 
-    reference: Any = None
-    over: Any = None
+    reference: Run
+    over: Over
     at: Positions = None
 
     def __post_init__(self) -> None:
@@ -83,9 +88,9 @@ class Resample:
         seed: required by `shuffle`, refused by `rowwise`.
     """
 
-    source: Any = None
-    pairing: Any = "rowwise"
-    seed: Any = None
+    source: Run
+    pairing: Pairing = "rowwise"
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         _require_run("Resample", "source", self.source)
@@ -121,14 +126,16 @@ class Path:
     Source: Wang et al. 2022 (arXiv 2211.00593), section 3.1 and appendix B.
     """
 
-    to: Any = None
-    using: Any = None
-    mlps: Any = None
+    to: Ends
+    using: Source
+    mlps: MLPs
     ends: Receivers = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.to is None:
-            raise refusal("Path: `to` names where the path ends, such as 'logits' or '10.0.q'")
+            raise refusal(
+                "Path: `to` says where the path ends, such as 'logits' or '10.0.q'; got None"
+            )
         ends = self.to if isinstance(self.to, Receivers) else Receivers((receiver_set(self.to),))
         object.__setattr__(self, "ends", ends)
         if not isinstance(self.using, Zero | Mean | Resample):
@@ -137,7 +144,7 @@ class Path:
                 f"Resample(...), and has no default; got {_named(self.using)}"
             )
         if self.mlps not in ("recompute", "freeze"):
-            raise AblationError(f"Path: mlps was {self.mlps!r}; {_MLPS}")
+            raise AblationError(f"Path: mlps was {self.mlps!r}, but {_MLPS}")
 
     @property
     def is_sweep(self) -> bool:
@@ -157,9 +164,7 @@ def require_kind(how: Any) -> Kind:
     """A kind, or the error that lists them."""
     if isinstance(how, Zero | Mean | Resample | Path):
         return how
-    if how is None:
-        asked = "ablate needs a kind, and there is no default"
-    elif isinstance(how, type):
+    if isinstance(how, type):
         asked = f"ablate was given the class {how.__name__}; make one, such as {how.__name__}(...)"
     else:
         asked = f"ablate was given {how!r}, which is no kind of ablation"

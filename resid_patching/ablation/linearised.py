@@ -6,15 +6,16 @@ an approximation; beside the exact effect it shows how far it can be trusted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from resid_patching.ablation.ablating import ablate, variants_of
 from resid_patching.ablation.kinds import Path, refusal
 from resid_patching.ablation.targets import Targets, find_sites
-from resid_patching.metrics import as_metric
+from resid_patching.metrics import Metric, as_metric
 from resid_patching.paths import patch_paths
 from resid_patching.prompts import Positions
 from resid_patching.result import Result, provenance
@@ -44,7 +45,7 @@ def linearised_paths(
     targets: Targets,
     how: Path,
     *,
-    metric: Any,
+    metric: Metric | Callable[..., Tensor],
     positions: Positions = None,
     joint: bool = False,
 ) -> Linearised:

@@ -1,12 +1,12 @@
-"""One sweep over several processes and several sittings: rows dealt out, kept, and put together.
+"""One sweep in several processes, or in several parts: rows are dealt out, saved and collected.
 
-Whole pieces are dealt (see `rerun.share`), so the numbers are those of one process, unbroken, to
+Whole pieces are dealt (see `rerun.share`), so the numbers are those of one unbroken process, to
 the last bit. All processes hold all prompts, and so the same means and the same pairs of rows;
 what is split is the work. With fewer groups of prompts than processes, several processes work one
 group and each takes other stacks of its targets.
 
-The processes go in step: each works some pieces, then all hear of what was found, and the first
-appends it to the file. So a file has one writer, and a lost process is noticed at the next step.
+The processes work in steps: each computes some pieces, then all exchange what they found and the
+first appends it to the file. So one process writes, and a lost one is noticed at the next step.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ class Shared(Share):
             for name, first, other in differences(everyone[0], theirs):
                 return UnequalProcessesError(
                     f"the processes were given different sweeps: {name} is {first} in process 0, "
-                    f"but {other} in process {rank}. Give all the same."
+                    f"but {other} in process {rank}. Give all processes the same arguments."
                 )
         return None
 
     def _begun(self, identity: dict[str, Any], rows: Any) -> list[Row]:
-        """The rows of this sweep that are kept already; those to come can be."""
+        """The rows of this sweep that are already saved, by variant, column and group."""
         if rows is None:
             return []
         self.rows = rows if isinstance(rows, Rows) else Rows(RowFile(rows))
@@ -140,7 +140,7 @@ class Shared(Share):
                 raise SweepMismatchError(
                     f"the rows are of prompts worked in other groups: prompts {start} to "
                     f"{stop - 1} together, here {list(groups.items())[:3]}. Start again in a new "
-                    "process, or with the max_bytes of then."
+                    "process, or with the max_bytes of the earlier one."
                 )
 
     def _place(self, rows: slice) -> tuple[int, int] | None:
@@ -153,7 +153,7 @@ class Shared(Share):
         return self.team.rank // n, len(range(number, self.team.size, n))
 
     def begins(self, rows: slice, baseline: Tensor) -> None:
-        """Holds a clean run against the one that known rows were made with."""
+        """Compares a clean run with the one that the saved rows were made with."""
         row = self.kept.get(rows.start)
         if row is None:
             return
@@ -164,18 +164,18 @@ class Shared(Share):
             raise SweepMismatchError(
                 f"the rows are of a clean run with {float(kept[worst]):.6g} on prompt "
                 f"{rows.start + worst}, but it is {float(found[worst]):.6g} now: the metric or the "
-                "model is another. Give another file to begin anew."
+                "model has changed. Give another file to start again."
             )
 
     def wants(self, rows: slice, stack: int, variants: Sequence[int], column: int) -> bool:
-        """Whether a piece is this process', and not known as a whole."""
+        """Whether this process computes a piece: it is dealt to it, and not saved already."""
         place = self._place(rows)
         if place is None or stack % place[1] != place[0]:
             return False
         return any((variant, column, rows.start) not in self.known for variant in variants)
 
     def gather(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """What is known, then what all processes find, step by step."""
+        """The saved rows, then what all processes find, step by step."""
         for row in self.known.values():
             yield self._piece(row)
         n_pieces = 1

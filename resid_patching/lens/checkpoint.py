@@ -11,7 +11,7 @@ Each is written to a temporary name and renamed, the parameters first. A process
 between the two leaves new parameters beside an old config.json; the copy inside the parameters
 then is the one that counts, so there is always a lens that loads. No base model inside.
 
-Nothing changes unnoticed: the parameters are held to their checksum, and the two copies of the
+Damage is noticed: the parameters are compared with their checksum, and the two copies of the
 configuration to one another. Every file is data: pickled objects are refused.
 """
 

@@ -92,7 +92,7 @@ def read_windows(
     if tokens is None and not isinstance(texts, str | os.PathLike | Tensor | Sequence):
         if not hasattr(texts, "__len__"):
             raise PromptError("how much of a stream is to be read? Give tokens=...")
-    reader = _Reader(view, length, text_key, prepend_bos)
+    reader = _WindowReader(view, length, text_key, prepend_bos)
     n_held = max(1, -(-validation_tokens // length))
     n_training = None if tokens is None else max(1, -(-tokens // length))
     if validation is not None:
@@ -101,7 +101,7 @@ def read_windows(
     return reader.split(texts, n_training, n_held)
 
 
-class _Reader:
+class _WindowReader:
     def __init__(
         self, view: ModelView, length: int, text_key: str, prepend_bos: bool | None
     ) -> None:
@@ -111,7 +111,7 @@ class _Reader:
         self.prepend_bos = prepend_bos
 
     def take(self, texts: Any, count: int | None, what: str) -> Tensor:
-        """So many windows [window, pos], or all where count is None."""
+        """The first `count` windows [window, pos], or all where it is None."""
         windows = _first(self._windows(self._documents(texts), self._lead(texts)), count)
         return self._tensor(windows, count, what)
 

@@ -34,7 +34,15 @@ from torch import Tensor
 
 from resid_patching.address import Address, Stream, hook_name
 from resid_patching.errors import LensBasisError, LensMismatchError
-from resid_patching.models import Memory, ModelView, Reader, compute_dtype, exact, name_of, report
+from resid_patching.models import (
+    HookFunction,
+    Memory,
+    ModelView,
+    compute_dtype,
+    exact,
+    name_of,
+    report,
+)
 
 Basis = Literal["raw", "centred"]
 
@@ -203,7 +211,7 @@ def _find_body(view: ModelView) -> Tensor | None:
         signs = signs - signs.mean()  # centred weights leave out the mean of every state
     found: dict[Address, Tensor] = {}
 
-    def keeper(state: Address) -> Reader:
+    def keeper(state: Address) -> HookFunction:
         def keep(activation: Tensor) -> None:
             # The first position holds states unlike any other's, beside which the rest is nothing.
             states = activation.detach()[:, 1:].to(view.device, view.compute_dtype)
@@ -212,8 +220,8 @@ def _find_body(view: ModelView) -> Tensor | None:
         return keep
 
     states = [Stream(0, "pre"), *(Stream(layer, "post") for layer in range(view.n_layers))]
-    readers = {hook_name(state): keeper(state) for state in states}
-    view.forward_blocks(tokens.to(view.input_device), readers)
+    functions = {hook_name(state): keeper(state) for state in states}
+    view.forward_blocks(tokens.to(view.input_device), functions)
     sketch = torch.stack([found[state] for state in states])
     return sketch if bool(sketch.isfinite().all()) else None
 

@@ -17,10 +17,15 @@ Source: Belrose et al. 2023 (arXiv 2303.08112), section 3, for the loss; the reg
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import threading
 import uuid
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, get_args
 
 import torch
@@ -51,11 +56,12 @@ from resid_patching.lens.loop import (
     validate,
     windows_of,
 )
-from resid_patching.lens.resume import Progress
+from resid_patching.lens.resume import FitState
 from resid_patching.lens.ridge import Solver, Statistics
-from resid_patching.lens.tuned import Site, TunedLens, site_rows
+from resid_patching.lens.tuned import LensSite, TunedLens, site_rows
 from resid_patching.lens.unembed import LowUnembedding, Unembedding
 from resid_patching.models import ModelView, as_view, float64_home, require, uncast
+from resid_patching.notebook import in_notebook
 from resid_patching.processes import Team
 
 _PENALTIES = tuple(10.0**power for power in range(-10, 3))
@@ -74,7 +80,7 @@ def fit_tuned_lens(
     length: int | None = None,
     text_key: str = "text",
     prepend_bos: bool | None = None,
-    site: Site = "resid_pre",
+    site: LensSite = "resid_pre",
     ridge: bool = True,
     steps: int = 100,
     step_tokens: int = 256,
@@ -124,10 +130,12 @@ def fit_tuned_lens(
             processors that have it. Everything else, and all validation, stays as it is.
         seed: of every draw; nothing is seeded globally.
         folder: where the state is kept every `save_every` steps. A fit that finds its own state
-            there goes on with it, and gives what it would have given unbroken (bit for bit on a
-            CPU). The state stays until `save` has written the lens to the same folder.
+            there continues from it, and gives what it would have given unbroken (bit for bit on a
+            CPU). Ctrl-C ends the fit after the step that is running and keeps that step too; a
+            second Ctrl-C ends it at once. The state stays until `save` has written the lens to the
+            same folder.
         save_every: steps between writes of the state.
-        progress: whether a bar with the KL of each layer is shown on a terminal.
+        progress: whether a bar with the KL of each layer is shown, on a terminal or in a notebook.
         team: `rp.team()` where several processes, each with the model and called alike, make one
             fit; None for this process alone. The first reads the texts, once, and gives the ids to
             all (`texts` of the others is not looked at); it alone validates, writes to `folder`
@@ -208,6 +216,32 @@ def _require_plan(plan: Plan, save_every: int) -> None:
         raise ValueError(f"rate and clip are above 0, got {plan.rate!r} and {plan.clip!r}")
 
 
+@contextlib.contextmanager
+def _interrupts_wait(wait: bool) -> Iterator[list[int]]:
+    """Ctrl-C is noted in the list that is yielded, so that a step can end; a second one is raised.
+
+    Nothing is changed where `wait` is false, outside the main thread, or where the caller handles
+    Ctrl-C.
+    """
+    noted: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
+    if not wait or not is_main or before is not signal.default_int_handler:
+        yield noted
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if noted:
+            signal.default_int_handler(number, frame)
+        noted.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @dataclass
 class _Fit:
     view: ModelView
@@ -238,18 +272,25 @@ class _Fit:
         self._hold_out()
         state = self._take_up(folder) or self._begin(folder)
         bar = tqdm(total=self.plan.steps, initial=state.step, unit="step", disable=self._hidden)
-        with bar:
+        # One of several processes cannot stop alone: they are ended together, at once.
+        waits = folder is not None and self.team.size == 1
+        with bar, _interrupts_wait(waits) as interrupts:
             for step in range(state.step, self.plan.steps):
-                if all(layer.stopped for layer in state.layers):
+                if interrupts or all(layer.stopped for layer in state.layers):
                     break
                 kls = self._step(state.layers, step)
-                state = Progress(step + 1, state.layers, state.table, state.looks)
+                state = FitState(step + 1, state.layers, state.table, state.looks)
                 self._look(state)
                 bar.set_postfix_str("KL " + " ".join(f"{kl:.2f}" for kl in kls))
                 bar.update()
                 if state.step % save_every == 0:
                     self._save(folder, state)
         self._save(folder, state)
+        if interrupts:
+            raise KeyboardInterrupt(
+                f"{folder} holds the fit as of step {state.step} of {self.plan.steps}; the same "
+                "call continues from there"
+            )
         self._finish(state)
 
     def _hold_out(self) -> None:
@@ -262,14 +303,15 @@ class _Fit:
                 diverged = error
         self.team.agree(diverged)
 
-    def _save(self, folder: Path | None, state: Progress) -> None:
+    def _save(self, folder: Path | None, state: FitState) -> None:
         if folder is not None and self.plan.steps:
             self.team.first(lambda: resuming.save(folder, state, self.identity, self.writer))
 
     @property
     def _hidden(self) -> bool | None:
-        # None: shown on a terminal alone
-        return None if self.shows and self.team.is_first else True
+        if not self.shows or not self.team.is_first:
+            return True
+        return False if in_notebook() else None  # None: shown on a terminal alone
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -284,7 +326,7 @@ class _Fit:
 
     # Before the first step
 
-    def _begin(self, folder: Path | None) -> Progress:
+    def _begin(self, folder: Path | None) -> FitState:
         statistics = self._statistics()
         table: dict[str, Any] = {"logit_lens": [], "ridge": [], "penalty": []}
         layers = []
@@ -295,7 +337,7 @@ class _Fit:
         table = self.team.broadcast(table)
         for layer in layers:
             equip(layer, self.plan, statistics.last_spread)
-        state = Progress(0, layers, table, [])
+        state = FitState(0, layers, table, [])
         self._save(folder, state)
         return state
 
@@ -303,7 +345,7 @@ class _Fit:
         weight, bias = (t.to(self.lens.weight.device) for t in (weight, bias))
         return Layer(str(row), weight, bias, scale, kl, weight.clone(), bias.clone())
 
-    def _take_up(self, folder: Path | None) -> Progress | None:
+    def _take_up(self, folder: Path | None) -> FitState | None:
         about, tensors = self.team.first(lambda: self._read(folder))
         if about is None:
             return None
@@ -406,14 +448,14 @@ class _Fit:
         part = Part(self.team, mine.start * positions, len(picked) * positions)
         return take_step(layers, self.plan, step, found, self.stepping, part)
 
-    def _look(self, state: Progress) -> None:
+    def _look(self, state: FitState) -> None:
         if state.step % self.plan.every and state.step != self.plan.steps:
             return
         kls = self.team.first(lambda: validate(state.layers, self.held, state.step))
         look(state.layers, self.plan, kls)
         state.looks.append({"step": state.step, "kl": kls})
 
-    def _finish(self, state: Progress) -> None:
+    def _finish(self, state: FitState) -> None:
         best = resuming.best_translators(state.layers)
         weight, bias = self.team.broadcast(tuple(tensor.cpu() for tensor in best))
         with torch.no_grad():

@@ -67,12 +67,12 @@ def harvest(
 
         return keep
 
-    readers = {hook_name(a): keeper(a) for a in wanted}
+    functions = {hook_name(a): keeper(a) for a in wanted}
     tokens, output = tokens.to(view.input_device), None
     if logits:
-        output = view.forward(tokens, readers)
+        output = view.forward(tokens, functions)
     else:
-        view.forward_blocks(tokens, readers)
+        view.forward_blocks(tokens, functions)
     taken = None if output is None else output[:, 1:].flatten(0, 1)
     return Harvest(tuple(held[a] for a in addresses), held[last], taken)
 

@@ -212,8 +212,8 @@ def _step_layer(
     norm = (on_weight.pow(2).sum() + on_bias.pow(2).sum()).sqrt()
     if not math.isfinite(kl) or not math.isfinite(float(norm)):
         raise DivergedError(
-            f"layer {layer.label}, step {step}: KL {kl:.3g}, gradient {float(norm):.3g}. Nothing "
-            "more is changed; lower the learning rate (rate=...), or load the model in float32 if "
+            f"layer {layer.label}, step {step}: KL {kl:.3g}, gradient {float(norm):.3g}. The "
+            "fit has stopped; lower the learning rate (rate=...), or load the model in float32 if "
             "its own states overflow."
         )
     shrink = min(1.0, plan.clip / max(float(norm), 1e-30))

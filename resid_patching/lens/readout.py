@@ -28,7 +28,7 @@ from resid_patching.errors import AddressError, LensMismatchError
 from resid_patching.lens import quantities
 from resid_patching.lens.quantities import Final, Wanted
 from resid_patching.lens.results import LensResult, TopTokens
-from resid_patching.lens.states import Chunk, chunks_of, read_chunk
+from resid_patching.lens.states import StateChunk, chunks_of, read_chunk
 from resid_patching.lens.unembed import Unembedding
 from resid_patching.models import exact, float64_home
 from resid_patching.prompts import Positions, Tokens, tokens_for
@@ -164,7 +164,7 @@ class LensReadout:
         return Wanted(frozenset(scalars), top)
 
     def _read_chunk(
-        self, chunk: Chunk, wanted: Wanted, ids: Tensor | None
+        self, chunk: StateChunk, wanted: Wanted, ids: Tensor | None
     ) -> Iterator[tuple[Tensor, int, dict[str, Tensor]]]:
         unembedding = Unembedding.of(self.run.view)
         size = min(unembedding.block_rows, len(chunk.real))
@@ -202,10 +202,10 @@ class LensReadout:
     def _translated(self, row: int, states: Tensor) -> Tensor:
         return states if self.translate is None else self.translate(row, states)
 
-    def _own_tokens(self, chunk: Chunk, where: Tensor, ids: Tensor) -> Tensor:
+    def _own_tokens(self, chunk: StateChunk, where: Tensor, ids: Tensor) -> Tensor:
         return ids.to(where.device)[where // chunk.width + chunk.rows.start]
 
-    def _following(self, chunk: Chunk) -> Tensor:
+    def _following(self, chunk: StateChunk) -> Tensor:
         """The next token of each cell, -1 where there is none."""
         prompts = self.run.prompts
         tokens, mask = prompts.tokens[chunk.rows], prompts.mask[chunk.rows]
@@ -247,7 +247,9 @@ class LensReadout:
             parts.append(found)
         return torch.cat(parts)
 
-    def _logits_of(self, row: int, chunk: Chunk, cells: Tensor, unembedding: Unembedding) -> Tensor:
+    def _logits_of(
+        self, row: int, chunk: StateChunk, cells: Tensor, unembedding: Unembedding
+    ) -> Tensor:
         cells = cells.to(chunk.final.device)
         if row == len(self.rows) - 1:
             return chunk.final[cells]
@@ -338,13 +340,13 @@ class LensReadout:
 
     # Keeping and laying out
 
-    def _chunks(self) -> Iterator[Chunk]:
+    def _chunks(self) -> Iterator[StateChunk]:
         """The run in chunks; kept for the next time where it is small."""
         self._require_unchanged()
         if "chunks" in self._memo:
             yield from self._memo["chunks"]
             return
-        kept: list[Chunk] | None = []
+        kept: list[StateChunk] | None = []
         for rows in chunks_of(self.run, self.rows):
             chunk = read_chunk(self.run, self.rows, rows)
             if kept is not None:
@@ -417,7 +419,7 @@ class _Cells:
         self.shape = (len(run), max(run.prompts.lengths))
         self.found: dict[str, Tensor] = {}
 
-    def put(self, chunk: Chunk, where: Tensor, row: int, values: dict[str, Tensor]) -> None:
+    def put(self, chunk: StateChunk, where: Tensor, row: int, values: dict[str, Tensor]) -> None:
         batch, pos = where // chunk.width + chunk.rows.start, where % chunk.width
         for name, value in values.items():
             # Ids are exact in float32 (to 2^24), and NaN says that there is none.

@@ -1,4 +1,4 @@
-"""The state of a fit in one file, replaced as a whole: a killed fit goes on where it was.
+"""The state of a fit in one file, replaced as a whole, so that a killed fit can continue.
 
 The file carries a checksum, and the name of the fit that wrote it: a fit that finds another's
 state in its folder stops instead of writing over it.
@@ -28,7 +28,7 @@ FORMAT_VERSION = 3  # 1 had no checksum; to 2, validation windows lay between th
 
 
 @dataclass(frozen=True, eq=False)
-class Progress:
+class FitState:
     """Where a fit is.
 
     Attributes:
@@ -44,14 +44,14 @@ class Progress:
     looks: list[dict[str, Any]]
 
 
-def save(folder: Path, progress: Progress, identity: dict[str, Any], writer: str | None) -> None:
+def save(folder: Path, state: FitState, identity: dict[str, Any], writer: str | None) -> None:
     """Writes the state.
 
     Args:
         folder: made where it does not exist.
-        progress: where the fit is.
-        identity: what must be the same for it to be taken up: settings, data, model.
-        writer: what tells this fit from every other.
+        state: where the fit is.
+        identity: what must be the same for the fit to continue: settings, data, model.
+        writer: an id of this fit.
 
     Raises:
         LensMismatchError: the state in the folder is another fit's.
@@ -60,7 +60,7 @@ def save(folder: Path, progress: Progress, identity: dict[str, Any], writer: str
     require_own(folder, writer)
     tensors: dict[str, Tensor] = {}
     numbers: list[Any] = []
-    for index, layer in enumerate(progress.layers):
+    for index, layer in enumerate(state.layers):
         for name in ("weight", "bias", "best_weight", "best_bias"):
             tensors[f"{index}.{name}"] = getattr(layer, name).detach().cpu().clone()
         states = [
@@ -75,9 +75,9 @@ def save(folder: Path, progress: Progress, identity: dict[str, Any], writer: str
         "version": FORMAT_VERSION,
         "writer": writer,
         "identity": identity,
-        "step": progress.step,
-        "table": progress.table,
-        "looks": progress.looks,
+        "step": state.step,
+        "table": state.table,
+        "looks": state.looks,
         "layers": numbers,
     }
     about["sha256"] = _checksum(about, tensors)
@@ -124,7 +124,7 @@ def _flat(optimizer: Any, prefix: str, tensors: dict[str, Tensor]) -> list[dict[
     return numbers
 
 
-def put(about: dict[str, Any], tensors: dict[str, Tensor], layers: list[Layer]) -> Progress:
+def put(about: dict[str, Any], tensors: dict[str, Tensor], layers: list[Layer]) -> FitState:
     """Puts a state that was read into layers that have their optimizers."""
     for index, (layer, numbers) in enumerate(zip(layers, about["layers"], strict=True)):
         for name in ("weight", "bias"):
@@ -141,7 +141,7 @@ def put(about: dict[str, Any], tensors: dict[str, Tensor], layers: list[Layer]) 
                     "param_groups": optimizer.state_dict()["param_groups"],
                 }
             )
-    return Progress(about["step"], layers, about["table"], about["looks"])
+    return FitState(about["step"], layers, about["table"], about["looks"])
 
 
 def _unflat(
@@ -171,7 +171,7 @@ def read(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
         header = content[8 : 8 + int.from_bytes(content[:8], "little")]
         about = _about(read_json(header.decode())["__metadata__"])
     if about["version"] != 1 and about.get("sha256") != _checksum(about, tensors):
-        raise LensFormatError(f"{path} is damaged: it does not hold what was written")
+        raise LensFormatError(f"{path} is damaged: its checksum does not match")
     return about, tensors
 
 
@@ -180,7 +180,7 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
-        raise LensFormatError(f"{path} is no state of a fit that can be read: {error}") from error
+        raise LensFormatError(f"{path} cannot be read as the state of a fit: {error}") from error
 
 
 def _about(metadata: dict[str, str] | None) -> dict[str, Any]:
@@ -206,12 +206,12 @@ def require_same(folder: Path, about: dict[str, Any], identity: dict[str, Any]) 
         if name == "data" and about["version"] < FORMAT_VERSION:
             raise LensMismatchError(
                 f"{folder / STATE} is of an earlier version of this package, whose validation "
-                "windows lay between the training windows, or of other text. Begin anew in "
+                "windows lay between the training windows, or of other text. Start again in "
                 "another folder."
             )
         raise LensMismatchError(
             f"{folder / STATE} is of a fit with {name} = {left!r}, but this one has {right!r}. Use "
-            "the same to go on with it, or another folder to begin anew."
+            "the same settings to continue it, or another folder to start again."
         )
 
 

@@ -19,7 +19,7 @@ _CHECKED = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
+class StateChunk:
     """What one forward pass gave.
 
     Attributes:
@@ -69,7 +69,7 @@ def chunks_of(run: Run, addresses: Sequence[Address]) -> Iterator[slice]:
 
 
 @exact()
-def read_chunk(run: Run, addresses: Sequence[Address], rows: slice) -> Chunk:
+def read_chunk(run: Run, addresses: Sequence[Address], rows: slice) -> StateChunk:
     """Runs some prompts and takes the states at the addresses and the model's logits.
 
     Raises:
@@ -96,7 +96,7 @@ def read_chunk(run: Run, addresses: Sequence[Address], rows: slice) -> Chunk:
         own = f"the model's own {what}"
         require_finite_at(seen, prompts.mask[rows, :width], view.dtype, own, first=rows.start)
     _require_readout(view, flat[last_state(view)], final, real)
-    return Chunk(rows, tuple(flat[a] for a in addresses), final, real, width)
+    return StateChunk(rows, tuple(flat[a] for a in addresses), final, real, width)
 
 
 def _keeper(held: dict[Address, Tensor], address: Address) -> Any:

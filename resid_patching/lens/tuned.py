@@ -61,11 +61,11 @@ from resid_patching.prompts import Positions
 from resid_patching.result import Axis, Result, provenance
 from resid_patching.run import Run
 
-Site = Literal["resid_pre", "resid_mid", "attn_out", "mlp_out"]
+LensSite = Literal["resid_pre", "resid_mid", "attn_out", "mlp_out"]
 
 
 class TunedLens(nn.Module):
-    """A translator for each layer of one model. It holds nothing of the model itself.
+    """A translator for each layer of one model. It contains no part of the model itself.
 
     Attributes:
         weight: A [layer, d_model, d_model].
@@ -81,7 +81,7 @@ class TunedLens(nn.Module):
         self,
         fingerprint: Fingerprint,
         *,
-        site: Site = "resid_pre",
+        site: LensSite = "resid_pre",
         dtype: torch.dtype = torch.float32,
         sketch: Tensor | None = None,
         body: Tensor | None = None,
@@ -92,13 +92,13 @@ class TunedLens(nn.Module):
         self.weight = nn.Parameter(torch.zeros(n_layers, d_model, d_model, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(n_layers, d_model, dtype=dtype))
         self.fingerprint = fingerprint
-        self.site: Site = site
+        self.site: LensSite = site
         self.sketch = sketch
         self.body = body
         self.record = dict(record or {})
 
     @classmethod
-    def identity(cls, model: Any, *, site: Site = "resid_pre") -> TunedLens:
+    def identity(cls, model: Any, *, site: LensSite = "resid_pre") -> TunedLens:
         """The lens of a model before any fit: the logit lens.
 
         Args:
@@ -453,10 +453,10 @@ class TunedLens(nn.Module):
         """
         view = as_view(model)
         found = checkpoint.read(folder, view)
-        if found.site not in get_args(Site):
+        if found.site not in get_args(LensSite):
             raise LensFormatError(
                 f"{folder} holds a lens on {found.site!r}, which is none of "
-                f"{', '.join(get_args(Site))}"
+                f"{', '.join(get_args(LensSite))}"
             )
         lens = cls(
             found.fingerprint,
@@ -479,7 +479,7 @@ class TunedLens(nn.Module):
         return lens.to(view.device)
 
 
-def site_rows(site: Site, n_layers: int) -> tuple[Address, ...]:
+def site_rows(site: LensSite, n_layers: int) -> tuple[Address, ...]:
     """What a lens on a site reads: one state for each translator, and the last of the stream."""
     last = Stream(n_layers - 1, "post")
     layers = range(n_layers)
@@ -501,8 +501,8 @@ def require_site(view: ModelView, site: Any) -> None:
         ValueError: an unknown site.
         UnsupportedModelError: the model has no such states.
     """
-    if site not in get_args(Site):
-        raise ValueError(f"site is one of {', '.join(get_args(Site))}; got {site!r}")
+    if site not in get_args(LensSite):
+        raise ValueError(f"site is one of {', '.join(get_args(LensSite))}; got {site!r}")
     if site == "resid_mid":
         require_middle(view)
     if site == "mlp_out" and view.attn_only:

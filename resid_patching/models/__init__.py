@@ -2,7 +2,7 @@
 
 from resid_patching.models.guards import (
     READOUT_TOLERANCE,
-    Processing,
+    ProcessingState,
     Report,
     note_on_hooks,
     report,
@@ -22,8 +22,8 @@ from resid_patching.models.precision import (
 )
 from resid_patching.models.view import (
     HookedModel,
+    HookFunction,
     ModelView,
-    Reader,
     as_view,
     compute_dtype,
     take,
@@ -37,8 +37,8 @@ __all__ = [
     "Memory",
     "ModelView",
     "Norm",
-    "Processing",
-    "Reader",
+    "ProcessingState",
+    "HookFunction",
     "Report",
     "as_view",
     "compute_dtype",

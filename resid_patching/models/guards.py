@@ -46,7 +46,7 @@ _PROBE_LENGTH = 6
 
 
 @dataclass(frozen=True)
-class Processing:
+class ProcessingState:
     """Which of TransformerLens's weight simplifications the weights show, as found in them."""
 
     norms_folded: bool
@@ -69,7 +69,7 @@ class Processing:
 class Report:
     """What the guards found: an error for each capability that fails, and the weights' state."""
 
-    processing: Processing
+    processing: ProcessingState
     failures: dict[Capability, UnsupportedModelError] = field(default_factory=dict)
 
 
@@ -108,7 +108,7 @@ def _find_report(view: ModelView) -> Report:
 _reports = Memory(_find_report)
 
 
-def find_processing(view: ModelView) -> Processing:
+def find_processing(view: ModelView) -> ProcessingState:
     """Reads off the weights which simplifications they carry."""
     norm = view.final_norm
     folded = norm.kind is not None and bool(
@@ -117,7 +117,7 @@ def find_processing(view: ModelView) -> Processing:
     attention = getattr(view.model.blocks[0], "attn", None)
     biases = {name: optional_weight(attention, name) for name in ("b_Q", "b_V", "b_O")}
     any_set = {name: bias is not None and bool(bias.any()) for name, bias in biases.items()}
-    return Processing(
+    return ProcessingState(
         norms_folded=folded,
         writes_centred=_centred(optional_weight(attention, "W_O"), -1),
         unembed_centred=_centred(view.W_U, 1),

@@ -176,7 +176,7 @@ def _build(
 
 
 def _hooked_transformer() -> Any | None:
-    """The class, or None from TransformerLens 4 on, which raises for the name."""
+    """The class HookedTransformer, or None from TransformerLens 4 on, which has none."""
     try:
         from transformer_lens import HookedTransformer  # type: ignore[attr-defined]
     except ImportError:
@@ -285,7 +285,7 @@ def _bridge(source: str, device: Any, dtype: torch.dtype, processing: Processing
 
 
 def _bridge_without_tokenizer(source: str, device: Any, dtype: torch.dtype) -> Any:
-    """TransformerBridge's own loader would make a tokenizer up where the folder holds none."""
+    """Loads a bridge from a folder without a tokenizer, where its own loader would invent one."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
     original = _hugging_face_model(source, dtype).to(device)

@@ -36,7 +36,7 @@ from resid_patching.models.rope import LengthRope, independent, length_ropes
 from resid_patching.models.state import Look, State, state_of
 from resid_patching.models.weights import optional_weight, why_unread
 
-Reader = Callable[[Tensor], Tensor | None]
+HookFunction = Callable[[Tensor], Tensor | None]
 """Called with an activation [batch, pos, ...]; what it returns, if anything, replaces it."""
 
 
@@ -382,8 +382,8 @@ class ModelView:
                 )
 
     @contextlib.contextmanager
-    def attached(self, readers: Mapping[str, Reader]) -> Iterator[None]:
-        """Attaches readers to hooks by name and takes exactly them off again.
+    def attached(self, functions: Mapping[str, HookFunction]) -> Iterator[None]:
+        """Attaches functions to hooks by name and takes exactly them off again.
 
         A hook point calls its hooks in the order they were added, so ours run after any hook of
         the caller and see what it left.
@@ -394,12 +394,12 @@ class ModelView:
         points = self.hook_points
         handles: list[tuple[Any, Any]] = []
         try:
-            for name, reader in readers.items():
+            for name, function in functions.items():
                 if name not in points:
                     raise AddressError(f"{self.name} ({self.kind}) has no hook {name}")
                 point = points[name]
                 before = list(point.fwd_hooks)
-                point.add_hook(_as_hook(reader))
+                point.add_hook(_as_hook(function))
                 added = [h for h in point.fwd_hooks if all(h is not old for old in before)]
                 handles += [(point, handle) for handle in added]
             yield
@@ -409,17 +409,17 @@ class ModelView:
                 point.fwd_hooks[:] = [h for h in point.fwd_hooks if h is not handle]
 
     @contextlib.contextmanager
-    def watched(self, readers: Mapping[str, Reader]) -> Iterator[None]:
-        """`attached`, for readers that the analysis relies on.
+    def watched(self, functions: Mapping[str, HookFunction]) -> Iterator[None]:
+        """`attached`, for functions that the analysis relies on.
 
         Raises:
             HookNotFiredError: at the end, where a hook was never called.
         """
         fired: set[str] = set()
-        counted = {name: _counted(name, reader, fired) for name, reader in readers.items()}
+        counted = {name: _counted(name, function, fired) for name, function in functions.items()}
         with self.attached(counted):
             yield
-        if missing := [name for name in readers if name not in fired]:
+        if missing := [name for name in functions if name not in fired]:
             raise HookNotFiredError(
                 f"these hooks of {self.name} ({self.kind}) never fired: {', '.join(missing)}. "
                 "The analysis would have been of nothing."
@@ -428,17 +428,17 @@ class ModelView:
     def forward(
         self,
         tokens: Int[Tensor, "batch pos"],
-        readers: Mapping[str, Reader],
+        functions: Mapping[str, HookFunction],
         *,
-        logits: Reader | None = None,
+        logits: HookFunction | None = None,
         at: Int[Tensor, "batch n"] | None = None,
     ) -> Float[Tensor, "batch n d_vocab"]:
-        """One forward pass on right-padded tokens, with readers attached.
+        """One forward pass on right-padded tokens, with functions attached.
 
         Args:
             tokens: ids [batch, pos]; padding, if any, follows the real tokens, which causal
                 attention cannot see.
-            readers: hook name -> callable.
+            functions: hook name -> callable.
             logits: called with the unembedding's own output, before any softcap.
             at: positions whose logits are wanted (a negative one reads the first); None for all.
                 The model's own unembedding then works on these alone.
@@ -447,34 +447,34 @@ class ModelView:
             The model's logits [batch, n, d_vocab], as it returns them.
 
         Raises:
-            HookNotFiredError: a hook of `readers` was never called.
+            HookNotFiredError: a hook of `functions` was never called.
         """
         if at is not None and self.user_hooks():  # the caller's hooks see the whole pass
             whole = logits and (lambda output: logits(take(output, at)))
-            return take(self.forward(tokens, readers, logits=whole), at)
-        with exact(), self.watched(readers), self._on_unembed(logits, at):
+            return take(self.forward(tokens, functions, logits=whole), at)
+        with exact(), self.watched(functions), self._on_unembed(logits, at):
             return self._call(tokens)
 
     def forward_blocks(
-        self, tokens: Int[Tensor, "batch pos"], readers: Mapping[str, Reader]
+        self, tokens: Int[Tensor, "batch pos"], functions: Mapping[str, HookFunction]
     ) -> None:
         """One forward pass that ends before the unembedding, a third of GPT-2 small's work.
 
         Args:
             tokens: as in `forward`.
-            readers: as in `forward`; none may be of the unembedding.
+            functions: as in `forward`; none may be of the unembedding.
 
         Raises:
-            HookNotFiredError: a hook of `readers` was never called.
+            HookNotFiredError: a hook of `functions` was never called.
         """
         if self.user_hooks():  # the caller's hooks see the whole pass
-            self.forward(tokens, readers)
+            self.forward(tokens, functions)
             return
 
         def stop(_module: Any, _inputs: Any) -> None:
             raise _Enough
 
-        with exact(), self.watched(readers):
+        with exact(), self.watched(functions):
             handle = self.model.unembed.register_forward_pre_hook(stop)
             try:
                 self._call(tokens)
@@ -494,7 +494,7 @@ class ModelView:
         return {"attention_mask": torch.ones_like(tokens)}
 
     @contextlib.contextmanager
-    def _on_unembed(self, reader: Reader | None, at: Tensor | None) -> Iterator[None]:
+    def _on_unembed(self, function: HookFunction | None, at: Tensor | None) -> Iterator[None]:
         handles = []
         if at is not None:
 
@@ -502,10 +502,10 @@ class ModelView:
                 return (take(inputs[0], at), *inputs[1:])
 
             handles.append(self.model.unembed.register_forward_pre_hook(choose))
-        if reader is not None:
+        if function is not None:
 
             def hook(_module: Any, _inputs: Any, output: Tensor) -> None:
-                reader(output)
+                function(output)
 
             handles.append(self.model.unembed.register_forward_hook(hook))
         try:
@@ -534,17 +534,19 @@ def take(values: Tensor, index: Int[Tensor, "rows n"]) -> Tensor:
     return values[torch.arange(index.shape[0], device=index.device)[:, None], index]
 
 
-def _as_hook(reader: Reader) -> Callable[..., Tensor | None]:
-    return lambda tensor, hook: reader(tensor)
+def _as_hook(function: HookFunction) -> Callable[..., Tensor | None]:
+    return lambda tensor, hook: function(tensor)
 
 
-def _counted(name: str, reader: Reader, fired: set[str]) -> Reader:
-    return functools.partial(_count_and_read, name, reader, fired)
+def _counted(name: str, function: HookFunction, fired: set[str]) -> HookFunction:
+    return functools.partial(_count_and_read, name, function, fired)
 
 
-def _count_and_read(name: str, reader: Reader, fired: set[str], tensor: Tensor) -> Tensor | None:
+def _count_and_read(
+    name: str, function: HookFunction, fired: set[str], tensor: Tensor
+) -> Tensor | None:
     fired.add(name)
-    return reader(tensor)
+    return function(tensor)
 
 
 def _drops(module: torch.nn.Module) -> bool:

@@ -23,7 +23,7 @@ from resid_patching.address import (
     Stream,
     hook_name,
 )
-from resid_patching.models import ModelView, Reader, take
+from resid_patching.models import HookFunction, ModelView, take
 from resid_patching.paths.closed import MLPs
 from resid_patching.paths.receivers import site_of
 from resid_patching.rerun import Chunk, Edit, Variant
@@ -92,7 +92,7 @@ def _pass(
 
 def _hooks(
     chunk: Chunk, senders: Sequence[Variant], mlps: MLPs, names: set[str], seen: dict[str, Tensor]
-) -> dict[str, Reader]:
+) -> dict[str, HookFunction]:
     """At each hook: hold the clean value, put the senders' in, keep what is read, in this order.
 
     Of an MLP what it makes of its own input is read, so there the reading comes first.
@@ -102,7 +102,7 @@ def _hooks(
     n_prompts, n = len(chunk.clean), len(senders)
     writes = {hook_name(MLP(layer)) for layer in range(chunk.view.n_layers)}
 
-    def step(name: str) -> Reader:
+    def step(name: str) -> HookFunction:
         def run(activation: Tensor) -> Tensor | None:
             if name in names and name in writes:
                 seen[name] = activation.detach().clone()

@@ -73,7 +73,7 @@ def patch_paths(
     *,
     mlps: MLPs,
     routes: Sequence[Route] = ("plain", "replay", "full"),
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
     frozen_norms: bool = False,
     share: Share = EVERYTHING,
 ) -> Patched:

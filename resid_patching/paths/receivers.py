@@ -98,7 +98,7 @@ def _receiver(given: Any) -> Receiver:
     address = parse(given)
     if not isinstance(address, RECEIVERS):
         raise AddressError(
-            f"{address} reads nothing of the stream, so no path ends there. Receivers are logits, "
+            f"{address} does not read the stream, so no path ends there. Receivers are logits, "
             "10.0.q (or k, v), mlp.10.in and resid_pre.10 (or mid, post)"
         )
     return address

@@ -18,7 +18,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from resid_patching.errors import PromptError
 from resid_patching.models import ModelView, as_view
@@ -68,7 +68,12 @@ _CORRUPTIONS = {
 
 
 def indirect_object_prompts(
-    model: Any, n: Any, *, seed: Any, corrupt: Any, prepend_bos: bool | None = None
+    model: Any,
+    n: int,
+    *,
+    seed: int,
+    corrupt: Literal["names", "swap"],
+    prepend_bos: bool | None = None,
 ) -> PromptPairs:
     """Draws pairs of the indirect-object task whose every word the model's tokenizer knows.
 
@@ -166,7 +171,7 @@ def _is_known(view: ModelView, template: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Sentence:
     """A prompt of the task: its words, and three names that are not in it."""
 
     template: str
@@ -197,7 +202,7 @@ class _Row:
         )
 
 
-def _draw(rng: random.Random, words: _Words, n: int) -> list[_Row]:
+def _draw(rng: random.Random, words: _Words, n: int) -> list[_Sentence]:
     templates = rng.sample(words.templates, len(words.templates))
     drawn: dict[tuple[str, str], set[str]] = {}
     rows = []
@@ -216,15 +221,15 @@ def _draw(rng: random.Random, words: _Words, n: int) -> list[_Row]:
     return rows
 
 
-def _draw_row(rng: random.Random, words: _Words, template: str, order: str) -> _Row:
+def _draw_row(rng: random.Random, words: _Words, template: str, order: str) -> _Sentence:
     recipient, giver, *others = rng.sample(words.names, min(5, len(words.names)))
     place, thing = rng.choice(words.places), rng.choice(words.objects)
-    return _Row(template, order, recipient, giver, tuple(others), place, thing)
+    return _Sentence(template, order, recipient, giver, tuple(others), place, thing)
 
 
 def _positions(
     view: ModelView,
-    rows: Sequence[_Row],
+    rows: Sequence[_Sentence],
     base: Sequence[str],
     source: Sequence[str],
     corrupt: str,

@@ -20,7 +20,7 @@ from resid_patching.address import (
     Stream,
     hook_name,
 )
-from resid_patching.models import Reader, require_finite_at
+from resid_patching.models import HookFunction, require_finite_at
 from resid_patching.rerun.edits import Variant, clean_hook
 from resid_patching.rerun.replay import BlockCalls
 from resid_patching.run import Run
@@ -108,7 +108,7 @@ class Clean:
         tolerance = _TOLERANCE.get(self.view.dtype, 2e-2)
         return bool((found - expected).abs().amax() <= tolerance * expected.abs().amax())
 
-    def _keeper(self, name: str) -> Reader:
+    def _keeper(self, name: str) -> HookFunction:
         def keep(activation: Tensor) -> None:
             self.acts[name] = activation.detach().clone()
 

@@ -69,7 +69,7 @@ def rerun(
     reading: Reading,
     *,
     routes: Sequence[Route] = ("plain", "replay", "full"),
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
     share: Share = EVERYTHING,
 ) -> Rerun:
     """Evaluates variants of a run.

@@ -5,7 +5,7 @@
 
 It covers plain blocks: pre-norm, LayerNorm or RMSNorm, learned or rotary positions, grouped-query
 attention, gated and ungated MLPs, sequential and parallel. Nothing is assumed of a model: before
-use, every block is held to the model's own on the very prompts, and where one differs, the
+use, every block is compared with the model's own on the same prompts, and where one differs, the
 model's blocks are called instead.
 """
 

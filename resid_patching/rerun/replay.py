@@ -30,7 +30,7 @@ from resid_patching.address import (
     Stream,
     hook_name,
 )
-from resid_patching.models import ModelView, Reader
+from resid_patching.models import HookFunction, ModelView
 from resid_patching.rerun.edits import Edit, Variant
 
 Change = Callable[[Tensor], Tensor]
@@ -94,7 +94,9 @@ class BlockCalls:
         return None if is_cache else value
 
 
-def hook_changes(view: ModelView, variants: Sequence[Variant], rows: slice) -> dict[str, Reader]:
+def hook_changes(
+    view: ModelView, variants: Sequence[Variant], rows: slice
+) -> dict[str, HookFunction]:
     """Hook functions that make the edits of a stack of variants.
 
     Args:
@@ -121,16 +123,16 @@ class _HookChanges:
             for edit in variant:
                 self._add(number, edit)
 
-    def functions(self) -> dict[str, Reader]:
+    def functions(self) -> dict[str, HookFunction]:
         """One function a hook."""
-        found: dict[str, Reader] = {}
+        found: dict[str, HookFunction] = {}
         for layer in self.reads_pre:
             self.changes.setdefault(hook_name(Stream(layer, "pre")), [])
         for name, changes in self.changes.items():
             found[name] = self._function(name, [c for _, c in sorted(changes, key=lambda x: x[0])])
         return found
 
-    def _function(self, name: str, changes: list[Change]) -> Reader:
+    def _function(self, name: str, changes: list[Change]) -> HookFunction:
         reading = {hook_name(Stream(layer, "pre")): layer for layer in self.reads_pre}
 
         def change(activation: Tensor) -> Tensor | None:

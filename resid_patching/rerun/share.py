@@ -84,7 +84,7 @@ def put_together(
     pieces: Iterable[Piece],
     view: ModelView,
     shape: tuple[int, int, int],
-    progress: Callable[[int], None] | None,
+    progress: Callable[[int], object] | None,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Route, ...]]:
     """Baseline [batch], patched and direct [variant, column, batch], and the routes taken.
 
