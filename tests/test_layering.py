@@ -33,6 +33,7 @@ ORDER = (
     "attribution",
     "paths",
     "ablation",
+    "attention",
     "stream",
     "lens",
     "plots",
