@@ -119,7 +119,7 @@ def draw_grids(
     left = 45 + round(CHARACTER * max(map(len, row_names)))
     n_columns, longest = len(column_names), max(map(len, column_names))
     fits = (_SCREEN - left - 90 - 26 * (n - 1)) // n // n_columns
-    across = fits >= (cell or (15 if first.is_tall else 23))
+    across = fits >= (cell or (15 if first.is_tall else 19))
     if cell is None:
         least = _THIN_CELL if n_columns > _MANY_ROWS else _CELL_WIDTH
         room = fits if across else max(least, (_SCREEN - left - 90) // n_columns)
@@ -270,7 +270,7 @@ def _label_axes(
     )
     title = {"text": grid.columns.name, "standoff": 4}
     figure.update_xaxes(title=title, row=None if across else n)
-    figure.update_yaxes(title={"text": grid.rows.name}, col=1)
+    figure.update_yaxes(title={"text": grid.rows.name, "standoff": 10}, col=1)
     figure.update_annotations(font={"size": 13})
     if not across:
         figure.update_annotations(x=0, xanchor="left")
