@@ -77,7 +77,8 @@ class AttentionPatterns(Result):
         cells = zip(frame["prompt"], frame["query"], strict=True)
         frame = frame[[query in chosen[prompt] for prompt, query in cells]]
         places = ["prompt", "query"]
-        order = frame["head"].map({head: n for n, head in enumerate(self.heads)})
+        ranks = {head: rank for rank, head in enumerate(self.heads)}
+        order = [ranks[head] for head in frame["head"]]
         frame = frame.assign(order=order).sort_values(
             ["order", *places, "weight"], ascending=[True, True, True, False], kind="stable"
         )

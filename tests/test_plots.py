@@ -308,6 +308,11 @@ def test_targets_at_each_position_in_turn_are_a_grid(base):
         assert value is None or value == pytest.approx(known, abs=1e-7)
     with pytest.raises(ValueError, match="choose one position first"):
         plots.effect_bars(effect)
+    n = len(effect.columns.labels)
+    named = plots.effect_grids(effect, tokens=["dog"] * n)
+    assert named.layout.xaxis.ticktext[1] == '1 "dog"'
+    with pytest.raises(ValueError, match="2 tokens for"):
+        plots.effect_grids(effect, tokens=["a", "b"])
 
 
 def test_a_large_grid_of_paths_keeps_the_strongest_and_says_so(edges):
@@ -423,6 +428,7 @@ def test_attention_is_drawn_with_tokens_and_without_the_future():
         assert all(
             token.strip()[:8] in html.unescape(t) for token, t in zip(tokens, ticks, strict=True)
         )
+    assert figure.layout.plot_bgcolor not in (None, "#ffffff")  # 0 is white, the future is not
     assert scale(figure) == (0, 1) and "the first 2 of 3 heads" in title(figure)
     assert plots.show(patterns).layout.meta["heading"]
 

@@ -36,6 +36,7 @@ _NARROW = 40  # cells narrower than this show no numbers
 _MANY_ROWS = 40  # from here on rows are thinner, and cells show no numbers
 _THIN_CELL, _SLANTED_LABEL = 6, 12  # of a long row of positions; a label at a slant
 _SCREEN = 1200  # what panels side by side may take
+_BEHIND = "rgba(128,128,128,0.2)"  # cells that cannot exist
 _LONGEST = 11  # characters of a token
 
 
@@ -162,6 +163,8 @@ def draw_grids(
             "colorbar": {"title": {"text": literal(unit)}, "thickness": 12, **bar_size(inside)},
         },
     )
+    if first.hidden is not None:  # 0 is a white cell, and what cannot exist is none
+        figure.update_layout(plot_bgcolor=_BEHIND)
     _label_axes(figure, first, (row_names, column_names), cell, slant > 0, across, n)
     return figure
 

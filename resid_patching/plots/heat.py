@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -50,7 +51,9 @@ def heatmap(
     return draw_grids({"": grid}, result.unit, _heading(result, of, title))
 
 
-def effect_grids(effect: Effect, *, top: int = 40) -> plotly.graph_objects.Figure:
+def effect_grids(
+    effect: Effect, *, top: int = 40, tokens: Sequence[str] | None = None
+) -> plotly.graph_objects.Figure:
     """Total, direct and indirect effects side by side, on one scale.
 
     Args:
@@ -60,12 +63,15 @@ def effect_grids(effect: Effect, *, top: int = 40) -> plotly.graph_objects.Figur
             largest total effect; the title says how many there are. What has an order is shown
             whole: positions, stream states, and the layers' attention, MLPs and biases.
 
+        tokens: of the prompt, to stand beside the positions where it is one prompt.
+
     Returns:
-        A figure with a trace of numbers for each of the three, and of what has none.
+        A figure with a trace of numbers for each of the three, and of what has none. One that is 0
+        everywhere or a copy of another is not drawn, and the title says so.
 
     Raises:
         MissingExtraError: plotly is not installed.
-        ValueError: the targets are not heads.
+        ValueError: the targets are not heads, or there are not as many tokens as positions.
     """
     parts: tuple[Of, ...] = ("total", "direct", "indirect")
     grids: dict[str, Grid] = {of: _grid(effect, of) for of in parts}
@@ -73,6 +79,10 @@ def effect_grids(effect: Effect, *, top: int = 40) -> plotly.graph_objects.Figur
     if effect.columns is not None:
         grids = _strongest(grids, top)
     shown = (grids["total"].rows, grids["total"].columns)
+    if tokens is not None:
+        if shown[1].name != "position" or len(tokens) != len(shown[1].labels):
+            raise ValueError(f"{len(tokens)} tokens for {len(shown[1].labels)} {shown[1].name}s")
+        grids = {of: dataclasses.replace(grid, tokens=tokens) for of, grid in grids.items()}
     heading = _heading(
         effect, "total", f"Effects on {metric_words(effect)}: total, direct, indirect"
     )
