@@ -22,6 +22,7 @@ from resid_patching.plots.base import (
     require_plotly,
     short,
     standard_error,
+    why_empty,
 )
 from resid_patching.plots.heat import about_effect, metric_words
 
@@ -146,8 +147,8 @@ def effect_bars(effect: Effect, *, top: int = 20) -> plotly.graph_objects.Figure
     figure = go.Figure()
     notes = []
     for (name, values), colour in zip(means.items(), SERIES, strict=False):
-        if name != "total" and not bool(values[order].nan_to_num().any()):
-            notes.append(f"{name}: 0 everywhere")
+        if name != "total" and (why := why_empty(values[order], effect.unit)):
+            notes.append(f"{name}: {why}")
             continue
         errors = torch.tensor(standard_error(parts[name], effect.weights))
         figure.add_bar(

@@ -153,6 +153,14 @@ def mean(values: Tensor) -> Tensor:
     return values.detach().cpu().double().mean(-1)
 
 
+def why_empty(values: Tensor, unit: str) -> str | None:
+    """Why a panel beside others would be empty: no number, or none above 1/100 of the floor."""
+    if bool(values.isnan().all()):
+        return "no value"
+    limit = FLOOR.get(unit, _FLOOR) / 100
+    return f"below {limit:g} everywhere" if float(values.nan_to_num().abs().max()) < limit else None
+
+
 def standard_error(values: Tensor, weights: Tensor | None = None) -> list[float]:
     """Standard error of the mean over prompts [..., batch] -> [...]; 0 where there is one prompt.
 

@@ -25,6 +25,7 @@ from resid_patching.plots.base import (
     quoted,
     require_plotly,
     short,
+    why_empty,
 )
 from resid_patching.result import Axis
 
@@ -177,8 +178,8 @@ def _distinct(grids: Mapping[str, Grid], unit: str) -> tuple[dict[str, Grid], li
         copied = [other for other, known in kept.items() if _is_copy(known, grid, unit)]
         if copied:
             notes.append(f"{name}: the same as {copied[0]}")
-        elif kept and not bool(grid.values.nan_to_num().any()):
-            notes.append(f"{name}: {'0 everywhere' if bool((grid.values == 0).any()) else 'none'}")
+        elif kept and (why := why_empty(grid.values, unit)):
+            notes.append(f"{name}: {why}")
         else:
             kept[name] = grid
     return kept, notes

@@ -66,8 +66,8 @@ def effect_grids(
         tokens: of the prompt, to stand beside the positions where it is one prompt.
 
     Returns:
-        A figure with a trace of numbers for each of the three, and of what has none. One that is 0
-        everywhere or a copy of another is not drawn, and the title says so.
+        A figure with a trace of numbers for each of the three, and of what has none. One
+        that is empty or a copy of another is not drawn, and the title says so.
 
     Raises:
         MissingExtraError: plotly is not installed.
