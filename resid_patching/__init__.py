@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         writers,
     )
     from resid_patching.address import Edge, parse, parse_edge
+    from resid_patching.attention import AttentionPatterns, attention_patterns
     from resid_patching.attribution import Attribution, direct_logit_attribution
     from resid_patching.decomposition import Parts, decompose
     from resid_patching.errors import ResidPatchingError, ResidPatchingWarning
@@ -102,6 +103,8 @@ _HOME = {
     "Edge": "address",
     "parse": "address",
     "parse_edge": "address",
+    "AttentionPatterns": "attention",
+    "attention_patterns": "attention",
     "Attribution": "attribution",
     "direct_logit_attribution": "attribution",
     "Parts": "decomposition",
@@ -164,6 +167,8 @@ __all__ = [
     "Edge",
     "parse",
     "parse_edge",
+    "AttentionPatterns",
+    "attention_patterns",
     "Attribution",
     "direct_logit_attribution",
     "Parts",

@@ -135,6 +135,7 @@ def bases(ground: Path) -> list[list[str]]:
         ["tuned-lens", "show", *model, "--lens", "demo", *prompt],
         ["tuned-lens", "convert", *model, "--lens", "demo", "--to", "tuned-lens", "--out",
          str(ground / "out" / "lens")],
+        ["attention", "--heads", "0.1", *model, *prompt],
         ["stream", *model, *prompt],
         ["--version"],
     ]  # fmt: skip

@@ -26,6 +26,7 @@ COMMANDS = {
     "tuned-lens-show": ["tuned-lens", "show", "--lens", "demo", *PROMPT],
     "tuned-lens-eval": ["tuned-lens", "eval", "--lens", "demo"],
     "tuned-lens-fit": "tuned-lens fit --tokens 600 --steps 0 --validation-tokens 64".split(),
+    "attention": ["attention", "--heads", "0.1", "2.3", *PROMPT],
     "stream": ["stream", *PROMPT, "--write-scale", "0.5"],
 }
 WITH_PROMPTS = [name for name in COMMANDS if name not in ("tuned-lens-eval", "tuned-lens-fit")]

@@ -34,6 +34,7 @@ ORDER = (
     "attribution",
     "paths",
     "ablation",
+    "attention",
     "stream",
     "lens",
     "plots",
@@ -42,7 +43,7 @@ ORDER = (
 # These stand above the order and may import everything.
 ROOTS = ("__init__", "__main__")
 # One command each; what they share is in the other modules of cli.
-COMMANDS = ("dla", "ablate", "path_patch", "logit_lens", "tuned_lens", "stream")
+COMMANDS = ("dla", "ablate", "path_patch", "logit_lens", "tuned_lens", "attention", "stream")
 
 ONLY_IN = {"plotly": "plots", "matplotlib": "plots", "transformer_lens": "models"}
 HOOK_NAME = re.compile(r"hook_|blocks\.")

@@ -1,6 +1,8 @@
 """Pictures: they show the numbers of the frame they come from, and nothing where there is none."""
 
+import dataclasses
 import html
+import itertools
 import json
 import sys
 
@@ -11,6 +13,7 @@ import zoo
 import resid_patching as rp
 from resid_patching import plots
 from resid_patching.errors import MissingExtraError, ResidPatchingError
+from resid_patching.plots import base as drawing
 from resid_patching.result import Axis, Provenance, Result
 
 ORIGIN = Provenance("toy", None, "none", "0", "raw", "float64", "00", 3, True, "a made-up plan")
@@ -44,6 +47,14 @@ def read_back(figure):
     return {
         (y, x): body["z"][i][j] for i, y in enumerate(body["y"]) for j, x in enumerate(body["x"])
     }
+
+
+def scale(figure):
+    return figure.layout.coloraxis.cmin, figure.layout.coloraxis.cmax
+
+
+def scale_colours(figure, kind):
+    return [colour for _, colour in getattr(figure.layout.template.layout.colorscale, kind)]
 
 
 def title(figure):
@@ -95,9 +106,9 @@ def test_zero_is_the_middle_of_the_scale_and_nan_is_no_part_of_it():
     values = torch.tensor([[-3.0, 0.0], [torch.nan, 1.0]])[..., None].expand(2, 2, 3)
     figure = plots.heatmap(made_up(values, (0, 1), (0, 1)))
     cells, absent = figure.data
-    assert (cells.zmin, cells.zmid, cells.zmax) == (-3, 0, 3)
-    colours = [colour for _, colour in cells.colorscale]
-    assert colours[5] == "#f7f7f7" and len(colours) == 11
+    assert scale(figure) == (-3, 3)
+    colours = scale_colours(figure, "diverging")
+    assert len(colours) % 2 == 1 and colours[len(colours) // 2] == "#ffffff"
     assert read_back(figure)["1", "0"] is None and read_back(figure)["0", "1"] == 0
     assert json.loads(figure.to_json())["data"][1]["z"] == [[None, None], [0, None]]
     assert {colour for _, colour in absent.colorscale}.isdisjoint(colours)
@@ -119,9 +130,49 @@ def test_a_prompt_without_a_number_leaves_the_cell_without_one():
     assert list(read_back(plots.heatmap(made_up(values, (0,), (0, 1)))).values()) == [1, None]
 
 
-def test_a_grid_of_zeros_has_a_scale():
-    cells = plots.heatmap(made_up(torch.zeros(2, 2, 3), (0, 1), (0, 1))).data[0]
-    assert (cells.zmin, cells.zmax) == (-1, 1)
+@pytest.mark.parametrize(
+    ("unit", "floor"), [("logits", 0.01), ("nats", 0.01), ("probability", 1e-3)]
+)
+def test_the_scale_has_a_floor_so_that_noise_is_pale(unit, floor):
+    for size, end in ((0.0, floor), (1e-4, floor), (-3 * floor, 3 * floor)):
+        result = made_up(torch.full((2, 2, 3), size), (0, 1), (0, 1))
+        figure = plots.heatmap(dataclasses.replace(result, unit=unit))
+        assert scale(figure) == pytest.approx((-end, end))
+
+
+def luminance(colour):
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def between(colours):
+    """Colours at small steps along a scale."""
+    for one, other in itertools.pairwise(colours):
+        ends = [[int(c[place : place + 2], 16) for place in (1, 3, 5)] for c in (one, other)]
+        for share in range(11):
+            mixed = [round(a + (b - a) * share / 10) for a, b in zip(*ends, strict=True)]
+            yield "#" + "".join(f"{part:02x}" for part in mixed)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("kind", ["diverging", "sequential"])
+def test_numbers_on_cells_of_every_colour_can_be_read(kind, dark, swept):
+    figure = plots.heatmap(swept)
+    figure.layout.template = plots.template(dark=dark)
+    ink = figure.layout.template.data.heatmap[0].textfont.color
+    assert min(contrast(ink, colour) for colour in between(scale_colours(figure, kind))) >= 4.5
+    page = figure.layout.template.layout
+    assert contrast(page.font.color, page.paper_bgcolor) >= 7
+    for colour in (drawing.POSITIVE, drawing.NEGATIVE, drawing.INK, *drawing.SERIES):
+        assert contrast(colour, page.paper_bgcolor) >= 2.9
+    assert contrast("#000000", drawing.ABSENT) >= 4.5
+    assert not any(trace.textfont.color for trace in figure.data)  # the template's alone
 
 
 @pytest.mark.parametrize(("n_layers", "n_heads"), [(12, 12), (30, 9), (48, 25)])
@@ -129,11 +180,12 @@ def test_every_layer_and_head_has_its_label_and_room_for_it(n_layers, n_heads):
     values = torch.randn(n_layers, n_heads, 3)
     figure = plots.heatmap(made_up(values, range(n_layers), range(n_heads)))
     layout = figure.layout
-    assert (layout.xaxis.dtick, layout.yaxis.dtick) == (1, 1)
+    assert list(layout.yaxis.ticktext) == [str(layer) for layer in range(n_layers)]
+    assert list(layout.xaxis.ticktext) == [str(head) for head in range(n_heads)]
     assert list(figure.data[0].y) == [str(layer) for layer in range(n_layers)]
     assert layout.yaxis.autorange == "reversed"
     inside = layout.width - layout.margin.l - layout.margin.r - 90  # the colour bar
-    assert inside / n_heads >= 30
+    assert inside / n_heads >= 28
     assert (layout.height - layout.margin.t - layout.margin.b) / n_layers >= layout.xaxis.tickfont[
         "size"
     ]
@@ -231,9 +283,10 @@ def test_effects_side_by_side_share_a_scale_and_show_the_frame(swept, edges):
     for effect, rows in ((swept, ["target"]), (edges, ["target", "receiver"])):
         frame = effect.to_frame().rename(columns={"value": "total"})
         means = frame.groupby(rows)[["total", "direct", "indirect"]].mean()
-        grids = [trace for trace in data(plots.effect_grids(effect)) if "zmid" in trace]
-        assert len(grids) == 3 and len({trace["zmax"] for trace in grids}) == 1
-        assert grids[0]["zmax"] == pytest.approx(means.abs().max().max(), abs=1e-7)
+        figure = plots.effect_grids(effect)
+        grids = [trace for trace in data(figure) if "coloraxis" in trace]
+        assert len(grids) == 3
+        assert scale(figure)[1] == pytest.approx(means.abs().max().max(), abs=1e-7)
         for name, trace in zip(means.columns, grids, strict=True):
             for i, y in enumerate(trace["y"]):
                 for j, x in enumerate(trace["x"]):
@@ -255,6 +308,11 @@ def test_targets_at_each_position_in_turn_are_a_grid(base):
         assert value is None or value == pytest.approx(known, abs=1e-7)
     with pytest.raises(ValueError, match="choose one position first"):
         plots.effect_bars(effect)
+    n = len(effect.columns.labels)
+    named = plots.effect_grids(effect, tokens=["dog"] * n)
+    assert named.layout.xaxis.ticktext[1] == '1 "dog"'
+    with pytest.raises(ValueError, match="2 tokens for"):
+        plots.effect_grids(effect, tokens=["a", "b"])
 
 
 def test_a_large_grid_of_paths_keeps_the_strongest_and_says_so(edges):
@@ -319,9 +377,63 @@ def test_a_trajectory_shows_tokens_numbers_and_the_last_layer(base, lenses, shad
     assert said.count("%") >= 4 and "KL(final || lens) 0.0000 nats" in said
 
 
-def test_two_lenses_stand_beside_each_other_and_by_layer(lenses):
-    pair = data(plots.trajectory(lenses, lenses))
-    assert len(pair) == 2 and pair[0]["z"] == pair[1]["z"]
+def test_a_panel_that_copies_another_is_not_drawn_and_the_title_says_so(lenses):
+    figure = plots.trajectory(lenses, lenses)
+    assert len(figure.data) == 1
+    assert "logit lens 2: the same as logit lens" in figure.layout.meta["heading"][1]
+
+
+def test_an_effect_with_nothing_indirect_has_one_panel(swept):
+    alone = dataclasses.replace(swept, direct=swept.values + 1e-9)
+    figure = plots.effect_grids(alone)
+    assert len(figure.data) == 1
+    said = figure.layout.meta["heading"][1]
+    assert "direct: the same as total" in said and "indirect: below 0.0001 everywhere" in said
+    assert [trace.name for trace in plots.effect_bars(alone).data] == ["total", "direct"]
+
+
+def test_bars_of_means_over_prompts_carry_standard_errors(swept, attributed):
+    drawn = plots.attribution_bars(attributed, top=3).data[0]
+    rows = [attributed.components.index(name) for name in drawn.y[:3]]
+    values = attributed.values[rows, :, 0].double()
+    expected = values.std(-1, correction=1) / values.shape[-1] ** 0.5
+    assert list(drawn.error_x.array[:3]) == pytest.approx(expected.tolist())
+    (total, *_) = plots.effect_bars(swept, top=2).data
+    places = [swept.targets.index(name) for name in total.customdata]
+    values = swept.total[places].double()
+    expected = values.std(-1, correction=1) / values.shape[-1] ** 0.5
+    assert list(total.error_x.array) == pytest.approx(expected.tolist())
+
+
+def test_weights_count_in_a_standard_error():
+    values, weights = torch.tensor([[1.0, 4.0, 2.0]]), torch.tensor([2, 0, 2])
+    equal = drawing.standard_error(values)
+    assert equal == pytest.approx((values.double().std(-1) / 3**0.5).tolist())
+    assert drawing.standard_error(values, weights) == pytest.approx([(1.5 * 0.125) ** 0.5])
+
+
+def test_attention_is_drawn_with_tokens_and_without_the_future():
+    text = ["the dog saw the cat", "a bird"]
+    run = rp.capture(rp.load(str(zoo.text_folder())), text)
+    patterns = rp.attention_patterns(run, ["0.1", "2.3", "1.0"])
+    figure = plots.attention(patterns, batch=1, heads=2)
+    n, tokens = run.prompts.lengths[1], run.prompts.token_texts[1]
+    for trace, head in zip(data(figure), ("0.1", "2.3"), strict=True):
+        for query in range(n):
+            row = trace["z"][query]
+            assert row[query + 1 :] == [None] * (n - query - 1)
+            known = patterns.sel(head=head, batch=1)[query, : query + 1].tolist()
+            assert row[: query + 1] == pytest.approx(known)
+    for ticks in (figure.layout.xaxis.ticktext, figure.layout.yaxis.ticktext):
+        assert all(
+            token.strip()[:8] in html.unescape(t) for token, t in zip(tokens, ticks, strict=True)
+        )
+    assert figure.layout.plot_bgcolor not in (None, "#ffffff")  # 0 is white, the future is not
+    assert scale(figure) == (0, 1) and "the first 2 of 3 heads" in title(figure)
+    assert plots.show(patterns).layout.meta["heading"]
+
+
+def test_lenses_by_layer_show_their_means(lenses):
     (line,) = data(plots.lens_by_layer(lenses))
     means = lenses.kl.values.double().nanmean((1, 2)).tolist()
     assert line["y"] == pytest.approx(means, abs=1e-7) and line["customdata"][-1] == "resid_post.2"
@@ -350,7 +462,7 @@ def test_a_path_diagram_shows_the_largest_paths(edges):
     widths = [t["line"]["width"] for t in lines]
     assert widths == sorted(widths)
     largest = numbers["customdata"][0][2]
-    assert lines[-1]["line"]["color"] == ("#2166ac" if largest > 0 else "#b2182b")
+    assert lines[-1]["line"]["color"] == (drawing.POSITIVE if largest > 0 else drawing.NEGATIVE)
     nodes = {label for t in traces if "text" in t["mode"] for label in t["text"]}
     assert nodes == {end for row in numbers["customdata"] for end in row[:2]}
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "path-patch": "path patching: what a part of the model tells another, and nothing else",
     "logit-lens": "the logit lens: what each layer would say next, read as the last one is",
     "tuned-lens": "the tuned lens: fit, eval, show, convert",
+    "attention": "attention patterns: where chosen heads look, with their tokens",
     "stream": "the running total: write norms and shares, survival of the start, exactness",
 }
 

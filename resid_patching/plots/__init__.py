@@ -9,6 +9,7 @@
     path_diagram(effect)                             senders above receivers, largest paths
     attribution_bars(dla)   accumulated(dla)         rows; their running sum along depth
     by_position(dla)                                 rows × positions of one prompt
+    attention(patterns)                              query × key, with tokens
     trajectory(lens)        trajectory(logit, tuned) the token that each state would say
     lens_by_layer(logit, tuned)                      KL or entropy by layer
     stream(report)                                   norms, shares, cosine with the start
@@ -16,11 +17,15 @@
     bars({"0.1": -9.9, "2.3": -0.8}, title="Total effect", unit="logits", top=10)
 
 A cell, bar or point is the mean over prompts of the result's own numbers, blue above 0 and red
-below, on a scale that runs as far to one side of 0 as to the other. A value that does not exist
-(NaN) is a grey cell with a cross, or no bar or point; 0 is white. The unit and the kind of ablation
-are in the title.
+below, on a scale that runs as far to one side of 0 as to the other, and at least to 0.01 (for
+probabilities to 0.001), so that rounding is not dark. A value that does not exist (NaN) is a grey
+cell with a cross, or no bar or point; 0 is white. The unit and the kind of ablation are in the
+title, and so is what was left out. Error bars are standard errors of the mean over prompts. Depth
+runs downwards in grids and diagrams, and to the right where numbers are lines or bars along depth:
+the start is always at the top or the left.
 
-Figures carry their own template, and no global theme is read or changed.
+Figures carry their own template, and no global theme is read or changed. All that a dark page needs
+otherwise is in the template: `figure.layout.template = plots.template(dark=True)`.
 """
 
 from __future__ import annotations
@@ -28,13 +33,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from resid_patching.ablation import Effect
+from resid_patching.attention import AttentionPatterns
 from resid_patching.attribution import Attribution
 from resid_patching.lens.readout import LensReadout
 from resid_patching.lens.results import LensResult, TopTokens
 from resid_patching.lens.tuned import TunedLens
+from resid_patching.plots.attention import attention
 from resid_patching.plots.attribution import accumulated, attribution_bars, by_position
 from resid_patching.plots.bars import bars, effect_bars
-from resid_patching.plots.base import plotly_script, require_plotly
+from resid_patching.plots.base import plotly_script, require_plotly, template
 from resid_patching.plots.heat import Of, as_head, effect_grids, heatmap, metric_words
 from resid_patching.plots.lens import (
     Shade,
@@ -69,6 +76,8 @@ def show(result: Result | LensReadout | TunedLens) -> plotly.graph_objects.Figur
             return effect_grids(result) if is_grid(result) else effect_bars(result)
         case Attribution():
             return _attribution(result)
+        case AttentionPatterns():
+            return attention(result)
         case StreamReport():
             return stream(result)
         case LensReadout() | TopTokens():
@@ -109,6 +118,7 @@ __all__ = [
     "Shade",
     "TokenText",
     "accumulated",
+    "attention",
     "attribution_bars",
     "bars",
     "by_position",
@@ -127,6 +137,7 @@ __all__ = [
     "require_renderer",
     "show",
     "stream",
+    "template",
     "token_text",
     "trajectory",
 ]

@@ -28,8 +28,10 @@ from resid_patching.plots.base import (
     mean,
     over_prompts,
     require_plotly,
+    standard_error,
 )
-from resid_patching.plots.heat import Grid, side_by_side, what_is_scored
+from resid_patching.plots.grids import Grid, draw_grids
+from resid_patching.plots.heat import what_is_scored
 from resid_patching.result import Axis
 
 if TYPE_CHECKING:
@@ -53,11 +55,17 @@ def attribution_bars(found: Attribution, *, top: int = 20) -> plotly.graph_objec
     values = _at_one_position(found)
     order = sorted(range(len(values)), key=lambda n: -abs(float(values[n])))
     shown = {found.components[n]: float(values[n]) for n in order[:top]}
+    each = standard_error(found.values[..., 0])
+    errors = {found.components[n]: each[n] for n in order[:top]}
     if others := order[top:]:
         shown[f"{len(others)} other rows"] = float(values[others].sum())
+        (errors[f"{len(others)} other rows"],) = standard_error(
+            found.values[others, :, 0].sum(0)[None]
+        )
     whole = f"all rows add up to {float(values.sum()):+.5g}"
     heading = heading_of(what_is_scored(found), found.unit, over_prompts(found), whole)
-    return draw_bars(shown, heading, found.unit)
+    several = found.values.shape[1] > 1
+    return draw_bars(shown, heading, found.unit, errors=errors if several else None)
 
 
 def accumulated(found: Attribution) -> plotly.graph_objects.Figure:
@@ -102,7 +110,7 @@ def accumulated(found: Attribution) -> plotly.graph_objects.Figure:
         customdata=shown,
         name="sum so far",
         mode="lines+markers",
-        line={"color": "#000000", "width": 1.5},
+        line={"color": INK, "width": 1.5},
         marker={"size": 5},
         hovertemplate=f"after %{{customdata}}: %{{y:+.5g}} {unit}<extra></extra>",
     )
@@ -154,15 +162,15 @@ def by_position(
     positions = [int(found.position_index[batch, n]) for n in places]
     grid = Grid(
         Axis("row", tuple(found.components[n] for n in rows)),
-        Axis("position", tuple(f'{p} "{texts[p]}"' for p in positions)),
+        Axis("position", tuple(positions)),
         values[rows],
-        {},
+        tokens=tuple(texts[p] for p in positions),
     )
     details = [f"prompt {batch}"]
     if len(rows) < len(sizes):
         details.append(f"the {len(rows)} largest of {len(sizes)} rows")
     heading = heading_of(what_is_scored(found), found.unit, *details)
-    return side_by_side({"": grid}, found.unit, heading)
+    return draw_grids({"": grid}, found.unit, heading)
 
 
 def _at_one_position(found: Attribution) -> Tensor:

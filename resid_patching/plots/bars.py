@@ -6,18 +6,23 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from resid_patching.ablation import Effect
 from resid_patching.plots.base import (
     INK,
     NEGATIVE,
     POSITIVE,
     SERIES,
+    error_bars,
     heading_of,
     lay_out,
     listed,
     literal,
     require_plotly,
     short,
+    standard_error,
+    why_empty,
 )
 from resid_patching.plots.heat import about_effect, metric_words
 
@@ -50,36 +55,44 @@ def bars(
         MissingExtraError: plotly is not installed.
         ValueError: there is no number.
     """
-    return draw_bars(values, [title], unit, top, mark)
+    return draw_bars(values, [title], unit, top=top, mark=mark)
 
 
 def draw_bars(
     values: Mapping[str, float],
     heading: Sequence[str],
     unit: str,
+    *,
     top: int | None = None,
     mark: float | None = None,
+    errors: Mapping[str, float] | None = None,
 ) -> plotly.graph_objects.Figure:
-    """`bars` with a title of several lines."""
+    """`bars` with a title of several lines, and with standard errors by name."""
     go = require_plotly()
     shown = {name: float(value) for name, value in values.items() if not math.isnan(value)}
     if not shown:
         raise ValueError("there is no number to draw")
-    if top is not None:
+    if top is not None and top < len(shown):
+        heading = [*heading, f"the {top} largest of {len(shown)}"]
         shown = dict(sorted(shown.items(), key=lambda item: -abs(item[1]))[:top])
     numbers = list(shown.values())
     trace = go.Bar(
         x=numbers,
         y=[literal(name) for name in shown],
         orientation="h",
+        error_x=error_bars([errors.get(name, 0.0) for name in shown]) if errors else None,
         marker={"color": [POSITIVE if number >= 0 else NEGATIVE for number in numbers]},
-        texttemplate=f"%{{x:{short(numbers, more=1)}}}",
+        texttemplate=None if errors else f"%{{x:{short(numbers, more=1)}}}",
         textposition="outside",
         textfont={"size": 11},
         cliponaxis=False,
         hovertemplate=f"%{{y}}: %{{x:.6g}} {literal(unit)}<extra></extra>",
     )
     figure = go.Figure(trace)
+    if errors:  # the numbers stand beside the names, where no error bar crosses them
+        digits = short(numbers, more=1)
+        ticks = [f"{literal(name)}  {number:{digits}}" for name, number in shown.items()]
+        figure.update_yaxes(ticktext=ticks, tickvals=[literal(name) for name in shown])
     _lay_out_bars(figure, numbers, heading, unit, mark)
     return figure
 
@@ -97,7 +110,11 @@ def _lay_out_bars(
     reach = [low - room * (low < 0), high + room * (high > 0)]
     figure.update_xaxes(title={"text": literal(unit)}, range=reach, automargin=True)
     figure.update_yaxes(
-        type="category", autorange="reversed", dtick=1, tickmode="linear", automargin=True
+        type="category",
+        autorange="reversed",
+        dtick=1,
+        automargin=True,
+        tickmode="array" if figure.layout.yaxis.ticktext else "linear",
     )
 
 
@@ -128,7 +145,12 @@ def effect_bars(effect: Effect, *, top: int = 20) -> plotly.graph_objects.Figure
     order = sorted(known, key=lambda n: -float(sizes[n]))[:top]
     labels = [_clipped(effect.targets[n]) for n in order]
     figure = go.Figure()
+    notes = []
     for (name, values), colour in zip(means.items(), SERIES, strict=False):
+        if name != "total" and (why := why_empty(values[order], effect.unit)):
+            notes.append(f"{name}: {why}")
+            continue
+        errors = torch.tensor(standard_error(parts[name], effect.weights))
         figure.add_bar(
             x=listed(values[order].tolist()),
             y=list(range(len(order))),
@@ -136,12 +158,14 @@ def effect_bars(effect: Effect, *, top: int = 20) -> plotly.graph_objects.Figure
             name=name,
             orientation="h",
             marker={"color": colour},
+            error_x=error_bars(errors[order].tolist()),
             hovertemplate=f"%{{customdata}}: {name} %{{x:+.5g}} {literal(effect.unit)}"
             "<extra></extra>",
         )
     more = len(effect.targets) - len(order)
     about = about_effect(effect)
     details = (*about, f"the {len(order)} largest of {len(effect.targets)}") if more else about
+    details = (*details, *notes)
     first = f"Effects on {metric_words(effect)}: total, direct, indirect"
     lay_out(
         figure,

@@ -6,27 +6,59 @@ import html
 import importlib
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from resid_patching.errors import MissingExtraError
 from resid_patching.markup import printable
 from resid_patching.result import Axis, Result
 
-# ColorBrewer's RdBu, which the colour-blind tell apart: red below 0, blue above.
-RED_TO_BLUE = (
-    "#67001f #b2182b #d6604d #f4a582 #fddbc7 #f7f7f7 #d1e5f0 #92c5de #4393c3 #2166ac #053061"
-).split()
-NEGATIVE, POSITIVE, ABSENT, INK = "#b2182b", "#2166ac", "#bdbdbd", "#525252"
-# ColorBrewer's Blues and Oranges, from 0 up.
-BLUES = ("#f7fbff #deebf7 #c6dbef #9ecae1 #6baed6 #4292c6 #2171b5 #08519c #08306b").split()
-ORANGES = ("#fff5eb #fee6ce #fdd0a2 #fdae6b #fd8d3c #f16913 #d94801 #a63603 #7f2704").split()
-# Okabe and Ito's colours, for lines and bars that stand beside each other.
-SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#000000")
+# Red below 0 and blue above, which the colour-blind tell apart. No colour of the light scale is too
+# dark for black numbers, and none of the dark scale too bright for white ones (4.5:1 and more).
+RED_TO_BLUE = "#d6604d #f4a582 #fddbc7 #ffffff #d1e5f0 #92c5de #4393c3".split()
+FROM_ZERO = "#ffffff #deebf7 #c6dbef #9ecae1 #6baed6 #4292c6".split()
+DARK_RED_TO_BLUE = "#b2182b #7a1a24 #46191d #1f1f1f #172c42 #1a4874 #2166ac".split()
+DARK_FROM_ZERO = "#1f1f1f #17293c #173655 #1a4874 #1d5790 #2166ac".split()
+# Bars, lines and nodes: 3:1 and more on a white and on a dark page.
+NEGATIVE, POSITIVE, ABSENT, INK = "#d6604d", "#4393c3", "#a6a6a6", "#808080"
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#808080")  # Okabe and Ito's
+FLOOR = {"probability": 1e-3}  # what a scale reaches at least, in the unit
+_FLOOR = 1e-2  # of logits, nats and the rest
 CHARACTER = 6.6  # pixels, about
 _LINE_HEIGHT = 20
+
+
+def template(*, dark: bool = False) -> dict[str, Any]:
+    """The template of every figure: all colours that differ between a white and a dark page.
+
+    With `figure.layout.template = template(dark=True)` it is the figure for a dark page.
+    """
+    ink, paper, lines = (
+        ("#e6e6e6", "#161616", "#3a3a3a") if dark else ("#222222", "#ffffff", "#e5e5e5")
+    )
+    signed, unsigned = (DARK_RED_TO_BLUE, DARK_FROM_ZERO) if dark else (RED_TO_BLUE, FROM_ZERO)
+    axis = {"gridcolor": lines, "zerolinecolor": INK, "linecolor": lines, "ticks": ""}
+    return {
+        "layout": {
+            "font": {"color": ink, "family": "system-ui, sans-serif"},
+            "paper_bgcolor": paper,
+            "plot_bgcolor": paper,
+            "colorscale": {"diverging": scale_of(signed), "sequential": scale_of(unsigned)},
+            "xaxis": axis,
+            "yaxis": axis,
+            "hoverlabel": {"align": "left"},
+        },
+        "data": {"heatmap": [{"textfont": {"color": "#ffffff" if dark else "#000000"}}]},
+    }
+
+
+def largest_of(values: Iterable[Tensor], unit: str) -> float:
+    """Where a scale ends: the largest size, or the floor of the unit, so that noise stays pale."""
+    sizes = [float(value.nan_to_num().abs().max()) for value in values if value.numel()]
+    return max([FLOOR.get(unit, _FLOOR), *sizes])
 
 
 def require_plotly() -> Any:
@@ -68,8 +100,8 @@ def lay_out(
         layout: anything else.
     """
     title, top = _title(heading, width)
+    figure.layout.template = template()  # assigned, for an update would keep the caller's theme
     figure.update_layout(
-        template="plotly_white",
         title=title,
         width=width,
         height=top + above + inside + below,
@@ -119,6 +151,42 @@ def scale_of(colours: Sequence[str]) -> list[list[Any]]:
 def mean(values: Tensor) -> Tensor:
     """Mean over prompts [..., batch] -> [...]."""
     return values.detach().cpu().double().mean(-1)
+
+
+def why_empty(values: Tensor, unit: str) -> str | None:
+    """Why a panel beside others would be empty: no number, or none above 1/100 of the floor."""
+    if bool(values.isnan().all()):
+        return "no value"
+    limit = FLOOR.get(unit, _FLOOR) / 100
+    return f"below {limit:g} everywhere" if float(values.nan_to_num().abs().max()) < limit else None
+
+
+def standard_error(values: Tensor, weights: Tensor | None = None) -> list[float]:
+    """Standard error of the mean over prompts [..., batch] -> [...]; 0 where there is one prompt.
+
+    With weights w that sum to 1 and the mean m: sqrt(n / (n - 1) * sum w^2 (x - m)^2).
+    """
+    values = values.detach().cpu().double()
+    n = values.shape[-1]
+    if n == 1:
+        return torch.zeros(values.shape[:-1]).tolist()
+    share = torch.ones(n).double() if weights is None else weights.detach().cpu().double()
+    share = share / share.sum()
+    off = values - (values * share).sum(-1, keepdim=True)
+    return (n / (n - 1) * (share * off).square().sum(-1)).sqrt().tolist()
+
+
+def error_bars(errors: Sequence[float]) -> dict[str, Any] | None:
+    """Standard errors as plotly's error bars; None where there are none."""
+    if not any(errors):
+        return None
+    return {
+        "type": "data",
+        "array": listed(list(errors)),
+        "color": INK,
+        "thickness": 1.5,
+        "width": 3,
+    }
 
 
 def names(axis: Axis) -> list[str]:

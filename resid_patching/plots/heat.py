@@ -2,48 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import torch
 from torch import Tensor
 
 from resid_patching.ablation import Effect
 from resid_patching.address import Head, HeadInput, HeadNode, Neuron, parse
 from resid_patching.attribution import Attribution
 from resid_patching.errors import AddressError
-from resid_patching.plots.base import (
-    ABSENT,
-    CHARACTER,
-    INK,
-    RED_TO_BLUE,
-    bar_size,
-    heading_of,
-    lay_out,
-    listed,
-    literal,
-    mean,
-    names,
-    over_prompts,
-    require_plotly,
-    scale_of,
-    short,
-)
+from resid_patching.plots.base import heading_of, mean, over_prompts
+from resid_patching.plots.grids import Grid, draw_grids
 from resid_patching.result import Axis, Result
 
 if TYPE_CHECKING:
     import plotly.graph_objects
 
 Of: TypeAlias = Literal["total", "direct", "indirect"]
-
-_CELL_WIDTH, _ROW_HEIGHT = 46, 23  # pixels
-_NARROW = 40  # cells narrower than this show no numbers
-_MANY_ROWS = 40  # from here on rows are thinner, and cells show no numbers
-_LEAST_CELL = 20  # two digits of a label
-_THIN_CELL, _SLANTED_LABEL = 6, 12  # of a long row of positions; a label at a slant
-_SCREEN = 1200  # what panels side by side may take
 
 
 def heatmap(
@@ -66,18 +43,17 @@ def heatmap(
         MissingExtraError: plotly is not installed.
         ValueError: another number of axes, no heads, or `of` for what is no `Effect`.
     """
-    go = require_plotly()
     if of not in ("total", "direct", "indirect"):
         raise ValueError(f"of is 'total', 'direct' or 'indirect', got {of!r}")
     if of != "total" and not isinstance(result, Effect):
         raise ValueError(f"of={of!r} is a choice between the numbers of an Effect")
     grid = _grid(result, of)
-    figure = go.Figure(traces(go, grid, result.unit, grid.largest))
-    _lay_out_one(figure, grid, _heading(result, of, title))
-    return figure
+    return draw_grids({"": grid}, result.unit, _heading(result, of, title))
 
 
-def effect_grids(effect: Effect, *, top: int = 40) -> plotly.graph_objects.Figure:
+def effect_grids(
+    effect: Effect, *, top: int = 40, tokens: Sequence[str] | None = None
+) -> plotly.graph_objects.Figure:
     """Total, direct and indirect effects side by side, on one scale.
 
     Args:
@@ -87,12 +63,15 @@ def effect_grids(effect: Effect, *, top: int = 40) -> plotly.graph_objects.Figur
             largest total effect; the title says how many there are. What has an order is shown
             whole: positions, stream states, and the layers' attention, MLPs and biases.
 
+        tokens: of the prompt, to stand beside the positions where it is one prompt.
+
     Returns:
-        A figure with a trace of numbers for each of the three, and of what has none.
+        A figure with a trace of numbers for each of the three, and of what has none. One
+        that is empty or a copy of another is not drawn, and the title says so.
 
     Raises:
         MissingExtraError: plotly is not installed.
-        ValueError: the targets are not heads.
+        ValueError: the targets are not heads, or there are not as many tokens as positions.
     """
     parts: tuple[Of, ...] = ("total", "direct", "indirect")
     grids: dict[str, Grid] = {of: _grid(effect, of) for of in parts}
@@ -100,13 +79,17 @@ def effect_grids(effect: Effect, *, top: int = 40) -> plotly.graph_objects.Figur
     if effect.columns is not None:
         grids = _strongest(grids, top)
     shown = (grids["total"].rows, grids["total"].columns)
+    if tokens is not None:
+        if shown[1].name != "position" or len(tokens) != len(shown[1].labels):
+            raise ValueError(f"{len(tokens)} tokens for {len(shown[1].labels)} {shown[1].name}s")
+        grids = {of: dataclasses.replace(grid, tokens=tokens) for of, grid in grids.items()}
     heading = _heading(
         effect, "total", f"Effects on {metric_words(effect)}: total, direct, indirect"
     )
     for some, all_ in zip(shown, axes, strict=True):
         n, n_all = len(some.labels), len(all_.labels)
         heading[-1] += f"; the strongest {n} of {n_all} {all_.name}s" if n < n_all else ""
-    return side_by_side(grids, effect.unit, heading)
+    return draw_grids(grids, effect.unit, heading)
 
 
 def _strongest(grids: Mapping[str, Grid], top: int) -> dict[str, Grid]:
@@ -153,38 +136,6 @@ def metric_words(effect: Effect) -> str:
     """The metric, for receivers: where each prompt has its own answer, it says so."""
     each = "(one a prompt) - (one a prompt)"
     return effect.metric.replace(each, "of each prompt's answer - foil")
-
-
-@dataclass(frozen=True, eq=False)
-class Grid:
-    """Numbers on two axes; NaN where there is none.
-
-    Attributes:
-        rows: downwards.
-        columns: to the right.
-        values: [row, column].
-        beside: what is shown when hovering, each as values.
-    """
-
-    rows: Axis
-    columns: Axis
-    values: Tensor
-    beside: Mapping[str, Tensor]
-
-    @property
-    def largest(self) -> float:
-        """The largest size, or 1 where all are 0: what the scale runs to on either side."""
-        return float(self.values.nan_to_num().abs().max()) or 1.0
-
-    @property
-    def is_tall(self) -> bool:
-        """Whether there are so many rows that they are drawn thin."""
-        return len(self.rows.labels) > _MANY_ROWS
-
-    @property
-    def height(self) -> int:
-        """In pixels."""
-        return len(self.rows.labels) * (15 if self.is_tall else _ROW_HEIGHT)
 
 
 # What is shown
@@ -276,167 +227,3 @@ def _others(found: Attribution) -> str:
     others = [n for n, label in enumerate(found.components) if as_head(label) is None]
     rest = float(mean(found.values[others, :, 0]).sum())
     return f"heads alone: the {len(others)} other rows add up to {rest:+.4g}"
-
-
-# How it is drawn
-
-
-def traces(
-    go: Any,
-    grid: Grid,
-    unit: str,
-    largest: float,
-    *,
-    cell: int = _CELL_WIDTH,
-    bar: bool = True,
-    alike: bool = False,
-) -> list[Any]:
-    """The cells of a grid on a scale around 0, and those without a number in grey.
-
-    Args:
-        go: plotly.
-        grid: what is drawn.
-        unit: of its numbers.
-        largest: where the scale ends on either side.
-        cell: pixels of a cell's width; narrow ones show no number.
-        bar: whether the scale stands beside them.
-        alike: whether cells have the digits of the scale's end rather than of their own.
-    """
-    numbers = listed(grid.values.tolist())
-    known = [number for row in numbers for number in row if number is not None]
-    known = [largest] if alike else known
-    beside = torch.stack(list(grid.beside.values()), -1) if len(grid.beside) > 1 else None
-    lines = [f"{grid.rows.name} %{{y}}", f"{grid.columns.name} %{{x}}"]
-    lines.append(f"%{{z:+.5g}} {literal(unit)}")
-    if beside is not None:
-        lines += [f"{name} %{{customdata[{i}]:+.5g}}" for i, name in enumerate(grid.beside)]
-    cells = go.Heatmap(
-        z=numbers,
-        x=names(grid.columns),
-        y=names(grid.rows),
-        customdata=None if beside is None else listed(beside.tolist()),
-        zmin=-largest,
-        zmid=0,
-        zmax=largest,
-        colorscale=scale_of(RED_TO_BLUE),
-        colorbar={"title": {"text": literal(unit)}, "thickness": 12, **bar_size(grid.height)},
-        showscale=bar,
-        texttemplate=None if grid.is_tall or cell < _NARROW else f"%{{z:{short(known)}}}",
-        textfont={"size": 10},
-        hovertemplate="<br>".join(lines) + "<extra></extra>",
-        xgap=1,
-        ygap=1,
-    )
-    return [cells, *absent_cells(go, grid)]
-
-
-def absent_cells(go: Any, grid: Grid) -> list[Any]:
-    """Grey cells with a cross where there is no number."""
-    absent = grid.values.isnan()
-    if not bool(absent.any()):
-        return []
-    trace = go.Heatmap(
-        z=[[0 if cell else None for cell in row] for row in absent.tolist()],
-        x=names(grid.columns),
-        y=names(grid.rows),
-        colorscale=[[0, ABSENT], [1, ABSENT]],
-        showscale=False,
-        text=[["×" if cell else "" for cell in row] for row in absent.tolist()],
-        texttemplate="%{text}",
-        textfont={"size": 10, "color": INK},
-        hovertemplate=f"{grid.rows.name} %{{y}}<br>{grid.columns.name} %{{x}}<br>"
-        "no value<extra></extra>",
-        xgap=1,
-        ygap=1,
-    )
-    return [trace]
-
-
-_LABELS = {"tickfont": {"size": 11}, "automargin": True, "showgrid": False, "zeroline": False}
-# Labels such as 10.1 and 10.10 are names, and each one is shown.
-_CATEGORIES = {"type": "category", "tickmode": "linear", "dtick": 1, **_LABELS}
-
-
-def _slant(longest: int, cell: int) -> dict[str, Any]:
-    """Labels that are wider than their cells stand at a slant."""
-    return {"tickangle": -60} if longest * CHARACTER > cell else {}
-
-
-def _with_absent(heading: Sequence[str], grid: Grid) -> list[str]:
-    note = "; grey ×: no value" if bool(grid.values.isnan().any()) else ""
-    return [*heading[:-1], heading[-1] + note]
-
-
-def _lay_out_one(figure: Any, grid: Grid, heading: Sequence[str]) -> None:
-    n_columns = len(grid.columns.labels)
-    longest = max(map(len, names(grid.columns)))
-    lay_out(
-        figure,
-        _with_absent(heading, grid),
-        width=max(440, 190 + n_columns * _CELL_WIDTH),
-        inside=max(110, 15 + grid.height),  # for the scale beside
-        least=130 + n_columns * _LEAST_CELL,
-    )
-    figure.update_xaxes(
-        title={"text": grid.columns.name}, **_CATEGORIES, **_slant(longest, _CELL_WIDTH)
-    )
-    figure.update_yaxes(title={"text": grid.rows.name}, autorange="reversed", **_CATEGORIES)
-
-
-def side_by_side(
-    grids: Mapping[str, Grid], unit: str, heading: Sequence[str]
-) -> plotly.graph_objects.Figure:
-    """Grids of the same rows and columns on one scale, beside each other where they fit.
-
-    Args:
-        grids: what stands above each, and the grid.
-        unit: of their numbers.
-        heading: the title, line by line.
-    """
-    go = require_plotly()
-    first = next(iter(grids.values()))
-    n, largest = len(grids), max(grid.largest for grid in grids.values())
-    row_names, n_columns = names(first.rows), len(first.columns.labels)
-    left = 45 + round(CHARACTER * max(map(len, row_names)))
-    longest = max(map(len, names(first.columns)))
-    fits = (_SCREEN - left - 90 - 26 * (n - 1)) // n // n_columns
-    across = fits >= (15 if first.is_tall else 23)  # tall ones show no numbers
-    cell = min(_CELL_WIDTH, fits) if across else _CELL_WIDTH
-    if not across and n_columns > _MANY_ROWS:
-        cell = min(_CELL_WIDTH, max(_THIN_CELL, (_SCREEN - left - 90) // n_columns))
-    wide = max(cell * n_columns, 90)
-    from plotly.subplots import make_subplots
-
-    gap = 26 if across else 60 + (0 if longest * CHARACTER <= cell else round(longest * 5.8))
-    whole = n * wide + (n - 1) * gap if across else n * first.height + (n - 1) * gap
-    spacing: dict[str, Any] = {"horizontal_spacing" if across else "vertical_spacing": gap / whole}
-    figure = make_subplots(
-        rows=1 if across else n,
-        cols=n if across else 1,
-        subplot_titles=[literal(name) for name in grids],
-        shared_yaxes=across,
-        **spacing,
-    )
-    for number, grid in enumerate(grids.values()):
-        place: dict[str, Any] = (
-            {"row": 1, "col": number + 1} if across else {"row": number + 1, "col": 1}
-        )
-        for trace in traces(go, grid, unit, largest, cell=cell, bar=number == 0, alike=True):
-            figure.add_trace(trace, **place)
-    inside = max(110, first.height if across else whole)
-    width = left + (whole if across else wide) + 90
-    lay_out(figure, _with_absent(heading, first), width=width, inside=inside, above=24, least=width)
-    figure.update_annotations(font={"size": 13})
-    figure.update_xaxes(**_CATEGORIES, **_slant(longest, cell))
-    if cell < _SLANTED_LABEL:
-        figure.update_xaxes(dtick=-(-_SLANTED_LABEL // cell))
-    figure.update_yaxes(autorange="reversed", **_CATEGORIES)
-    if not across:
-        figure.update_annotations(x=0, xanchor="left")
-    if across:
-        figure.update_xaxes(title={"text": first.columns.name, "standoff": 4})
-        figure.update_yaxes(title={"text": first.rows.name}, col=1)
-    else:
-        figure.update_xaxes(title={"text": first.columns.name, "standoff": 4}, row=n)
-        figure.update_yaxes(title={"text": first.rows.name})
-    return figure

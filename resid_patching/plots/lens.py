@@ -5,25 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import torch
-
 from resid_patching.lens.readout import LensReadout
 from resid_patching.lens.results import LensResult, TopTokens
 from resid_patching.plots.bars import lines_by_depth
-from resid_patching.plots.base import (
-    ABSENT,
-    BLUES,
-    CHARACTER,
-    ORANGES,
-    bar_size,
-    heading_of,
-    lay_out,
-    listed,
-    literal,
-    quoted,
-    require_plotly,
-    scale_of,
-)
+from resid_patching.plots.base import CHARACTER, heading_of, literal, quoted
+from resid_patching.plots.grids import Grid, draw_grids
+from resid_patching.result import Axis
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -66,57 +53,28 @@ def trajectory(
         MissingExtraError: plotly is not installed.
         ValueError: no such shade, or one that `top_tokens` alone does not hold.
     """
-    go = require_plotly()
     if shade not in _UNITS:
         raise ValueError(f"shade is 'probability', 'kl' or 'entropy', got {shade!r}")
     lenses = [readout] if beside is None else [readout, beside]
     found = [_measured(lens, top) for lens in lenses]
     if shade not in found[0]:
         raise ValueError(f"{shade} is not among top tokens; give the readout itself")
-    from plotly.subplots import make_subplots
-
     tops: list[Any] = [measured["probability"] for measured in found]
     titles = [_lens_name(measured) for measured in tops]
     tokens = tops[0].token_texts[batch]
     labels = tuple(map(str, tops[0].axis("layer").labels))
-    cell = _cell_width(tops, tokens, batch)
-    left, wide, tall = 100, len(tokens) * cell, len(labels) * 24
-    across = len(found) * wide + left <= 1180
-    gap = (30 if across else 130) if len(found) > 1 else 0
-    whole = (wide if across else tall) * len(found) + gap * (len(found) - 1)
-    spacing: dict[str, Any] = {"horizontal_spacing" if across else "vertical_spacing": gap / whole}
-    figure = make_subplots(
-        rows=1 if across else len(found),
-        cols=len(found) if across else 1,
-        subplot_titles=titles if len(found) > 1 else None,
-        shared_yaxes=across,
-        **spacing,
-    )
-    values = [measured[shade].values[:, batch, : len(tokens)] for measured in found]
-    values = [v[..., 0] if v.ndim == 3 else v for v in values]
-    largest = max(float(v.nan_to_num().max()) for v in values) or 1.0
-    for number, measured in enumerate(found):
-        place: dict[str, Any] = (
-            {"row": 1, "col": number + 1} if across else {"row": number + 1, "col": 1}
+    grids = {}
+    for title, top_tokens, measured in zip(titles, tops, found, strict=True):
+        values = measured[shade].values[:, batch, : len(tokens)].detach().cpu().double()
+        title = title if title not in grids else f"{title} {len(grids) + 1}"
+        grids[title] = Grid(
+            Axis("layer", labels),
+            Axis("position", tuple(range(len(tokens)))),
+            values[..., 0] if values.ndim == 3 else values,
+            tokens=tokens,
+            texts=_top_texts(top_tokens, batch, len(tokens)),
+            hovers=_hovers(measured, labels, tokens, batch),
         )
-        trace = go.Heatmap(
-            z=listed(values[number].detach().cpu().double().tolist()),
-            x=[str(position) for position in range(len(tokens))],
-            y=[literal(label) for label in labels],
-            text=_top_texts(tops[number], batch, len(tokens)),
-            texttemplate="%{text}",
-            textfont={"size": 11, "color": "#111111"},
-            customdata=_hovers(measured, labels, tokens, batch),
-            hovertemplate="%{customdata}<extra></extra>",
-            zmin=0,
-            zmax=1 if shade == "probability" else largest,
-            colorscale=scale_of(BLUES[:6] if shade == "probability" else ORANGES[:6]),
-            colorbar={"title": {"text": _UNITS[shade]}, "thickness": 12, **bar_size(tall)},
-            showscale=number == 0,
-            xgap=1,
-            ygap=1,
-        )
-        figure.add_trace(trace, **place)
     heading = heading_of(
         f"{' and '.join(titles)}: the most probable token at each layer",
         _UNITS[shade],
@@ -125,38 +83,9 @@ def trajectory(
         f"prompt {batch}",
         "the last row is the model's own output",
     )
-    if not across:
-        figure.update_annotations(x=0, xanchor="left")
-    figure.update_annotations(font={"size": 13})
-    below = _room_for(tokens)
-    width = max(560, left + (whole if across else wide) + 100)
-    lay_out(
-        figure,
-        heading,
-        width=width,
-        inside=max(110, tall if across else whole),
-        above=24 if len(found) > 1 else 0,
-        below=below,
-        least=width,
-    )
-    ticks = [f"{n} {quoted(text, _LONGEST)}" for n, text in enumerate(tokens)]
-    axes = {"type": "category", "showgrid": False, "zeroline": False, "automargin": True}
-    figure.update_xaxes(
-        tickvals=[str(n) for n in range(len(tokens))],
-        ticktext=ticks,
-        tickangle=-60,
-        tickfont={"size": 11},
-        **axes,
-    )
-    figure.update_yaxes(
-        autorange="reversed", tickmode="linear", dtick=1, tickfont={"size": 11}, **axes
-    )
-    return figure
-
-
-def _room_for(tokens: Sequence[str]) -> int:
-    """Height of the tokens below a grid, written at a slant."""
-    return 20 + round(0.87 * CHARACTER * (5 + max(min(_LONGEST, len(t)) for t in tokens)))
+    end = 1.0 if shade == "probability" else None
+    cell = _cell_width(tops, tokens, batch)
+    return draw_grids(grids, _UNITS[shade], heading, signed=False, end=end, cell=cell)
 
 
 def _measured(lens: LensReadout | TopTokens, top: int) -> dict[str, LensResult]:
@@ -273,50 +202,15 @@ def lens_grid(result: LensResult, *, batch: int = 0) -> plotly.graph_objects.Fig
     Raises:
         MissingExtraError: plotly is not installed.
     """
-    go = require_plotly()
     tokens = result.token_texts[batch]
-    values = result.values[:, batch, : len(tokens)].detach().cpu().double()
-    labels = [literal(str(label)) for label in result.axis("layer").labels]
-    largest = float(values.nan_to_num().max()) or 1.0
-    figure = go.Figure(
-        go.Heatmap(
-            z=listed(values.tolist()),
-            x=[str(n) for n in range(len(tokens))],
-            y=labels,
-            customdata=[[quoted(text) for text in tokens] for _ in labels],
-            zmin=0,
-            zmax=1 if result.unit == "probability" else largest,
-            colorscale=scale_of(BLUES if result.unit == "probability" else ORANGES),
-            colorbar={"title": {"text": literal(result.unit)}, "thickness": 12},
-            hovertemplate=f"%{{y}}, after position %{{x}} %{{customdata}}<br>%{{z:.5g}} "
-            f"{literal(result.unit)}<extra></extra>",
-            xgap=1,
-            ygap=1,
-        )
+    grid = Grid(
+        Axis("layer", result.axis("layer").labels),
+        Axis("position", tuple(range(len(tokens)))),
+        result.values[:, batch, : len(tokens)].detach().cpu().double(),
+        tokens=tokens,
     )
-    absent = torch.isnan(values)
-    note = ("grey: no value",) if bool(absent.any()) else ()
     plan = result.provenance.plan
     plan = plan.replace("kl", "KL(final || lens)", 1) if plan.startswith("kl,") else plan
-    heading = heading_of(plan, result.unit, f"prompt {batch}", *note)
-    lay_out(
-        figure,
-        heading,
-        width=max(440, 200 + 30 * len(tokens)),
-        inside=max(110, 20 * len(labels)),
-        below=_room_for(tokens),
-        least=max(330, 160 + 18 * len(tokens)),
-        plot_bgcolor=ABSENT if bool(absent.any()) else "#ffffff",
-    )
-    figure.update_xaxes(
-        type="category",
-        tickvals=[str(n) for n in range(len(tokens))],
-        ticktext=[f"{n} {quoted(text, _LONGEST)}" for n, text in enumerate(tokens)],
-        tickangle=-60,
-        tickfont={"size": 11},
-        showgrid=False,
-    )
-    figure.update_yaxes(
-        type="category", autorange="reversed", dtick=1, tickfont={"size": 11}, showgrid=False
-    )
-    return figure
+    heading = heading_of(plan, result.unit, f"prompt {batch}")
+    end = 1.0 if result.unit == "probability" else None
+    return draw_grids({"": grid}, result.unit, heading, signed=False, end=end)

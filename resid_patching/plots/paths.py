@@ -112,7 +112,6 @@ def path_diagram(effect: Effect, *, top: int = 30) -> plotly.graph_objects.Figur
         tickvals=list(rows.values()),
         ticktext=[band[2] for band in bands],
         range=[len(rows) - 0.45, -0.55],
-        gridcolor="#eeeeee",
         zeroline=False,
         automargin=True,
     )

@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from resid_patching.markup import escape
-from resid_patching.plots.base import ABSENT, BLUES, RED_TO_BLUE
+from resid_patching.plots.base import ABSENT, FROM_ZERO, RED_TO_BLUE, largest_of
 from resid_patching.result import Result
 
 
@@ -53,8 +55,7 @@ def token_text(result: Result, label: str, *, batch: int = 0) -> TokenText:
     row = result.axes[0].index(label)
     numbers = result.values[row, batch].detach().cpu().double().tolist()
     tokens, numbers = _aligned(result, texts[batch], numbers, batch)
-    known = [abs(number) for number in numbers if not math.isnan(number)]
-    largest = max(known, default=0.0) or 1.0
+    largest = largest_of([torch.tensor(numbers)], result.unit)
     signed = any(number < 0 for number in numbers)
     spans = "".join(
         _span(place, token, number, largest, signed, result.unit)
@@ -81,13 +82,12 @@ def _aligned(
 
 def _span(place: int, token: str, number: float, largest: float, signed: bool, unit: str) -> str:
     if math.isnan(number):
-        colour, ink, said = ABSENT, "#222222", "no value"
+        colour, said = ABSENT, "no value"
     else:
         share = number / largest
-        scale = RED_TO_BLUE if signed else BLUES
+        scale = RED_TO_BLUE if signed else FROM_ZERO
         at = (share + 1) / 2 if signed else share
         colour = scale[round(at * (len(scale) - 1))]
-        ink = "#ffffff" if abs(share) > 0.6 else "#222222"
         said = f"{number:+.5g} {unit}"
     title = escape(f'position {place} "{token}": {said}')
-    return f'<span title="{title}" style="background:{colour};color:{ink}">{escape(token)}</span>'
+    return f'<span title="{title}" style="background:{colour};color:#000000">{escape(token)}</span>'

@@ -1,0 +1,57 @@
+"""Pictures of attention patterns: query × key, with the tokens on both axes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from resid_patching.attention import AttentionPatterns
+from resid_patching.plots.base import heading_of
+from resid_patching.plots.grids import Grid, draw_grids
+from resid_patching.result import Axis
+
+if TYPE_CHECKING:
+    import plotly.graph_objects
+
+
+def attention(
+    patterns: AttentionPatterns, *, batch: int = 0, heads: int = 6
+) -> plotly.graph_objects.Figure:
+    """Where each head looks: from each query (a row) to the keys up to it (columns).
+
+    Later keys, which a query cannot see, are not drawn.
+
+    Args:
+        patterns: of any heads.
+        batch: which prompt.
+        heads: at most so many heads, in the order given; the title says how many there are.
+
+    Returns:
+        A figure with a trace for each head; weights from 0 to 1.
+
+    Raises:
+        MissingExtraError: plotly is not installed.
+    """
+    tokens = patterns.token_texts[batch]
+    n, places = len(tokens), tuple(range(len(tokens)))
+    future = torch.ones(n, n, dtype=torch.bool).triu(1)
+    values = patterns.values[:, batch, :n, :n].detach().cpu().double()
+    drawn = patterns.heads[:heads]
+    grids = {
+        f"head {head}": Grid(
+            Axis("query", places),
+            Axis("key", places),
+            values[number],
+            tokens=tokens,
+            row_tokens=tokens,
+            hidden=future,
+        )
+        for number, head in enumerate(drawn)
+    }
+    details = [f"prompt {batch}", "row: the query that looks; column: the key it looks at"]
+    if len(drawn) < len(patterns.heads):
+        details.append(f"the first {len(drawn)} of {len(patterns.heads)} heads")
+    first = f"Attention pattern of {', '.join(drawn)}" if len(drawn) < 8 else "Attention patterns"
+    heading = heading_of(first, patterns.unit, *details)
+    return draw_grids(grids, patterns.unit, heading, signed=False, end=1.0)
