@@ -6,6 +6,13 @@
     provenance   model, TransformerLens, processing state, dtype, tokens, the plan as text
 
 No axis is averaged silently. Undefined cells are NaN, never 0.
+
+Every result says itself what is shown of it, on a terminal, a page or in a notebook:
+
+    result.table()      its rows as a data frame, means over prompts beside their standard error
+    result.facts()      a few labelled lines
+    result.caveats()    what it does not say
+    result.pictures()   names of functions in `resid_patching.plots`
 """
 
 from __future__ import annotations
@@ -20,9 +27,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from resid_patching.errors import ResultFormatError
+from resid_patching.address import Head, parse
+from resid_patching.errors import AddressError, ResultFormatError
 from resid_patching.files import checksum, read_json
-from resid_patching.markup import table
+from resid_patching.markup import cell_text, escape, printable, table
 from resid_patching.models import ModelView, report
 from resid_patching.prompts import Prompts
 from resid_patching.version import __version__
@@ -31,7 +39,8 @@ if TYPE_CHECKING:
     import pandas
 
 FORMAT_VERSION = 2  # 1 had no checksum
-_ROWS_SHOWN = 10  # in notebooks
+_ROWS_SHOWN = 10  # in notebooks and summaries
+_COLUMNS = {"batch": "prompt", "pos": "position"}  # axes, as data frames call them
 R = TypeVar("R", bound="Result")
 
 
@@ -111,8 +120,82 @@ def provenance(view: ModelView, prompts: Prompts, plan: str) -> Provenance:
     )
 
 
+class Shown:
+    """What says itself how it is shown. Renderers ask it, and have no layout of their own."""
+
+    ordered: ClassVar[bool] = False  # whether its rows have an order that ranking would destroy
+
+    def table(self) -> pandas.DataFrame:
+        """Its rows; means over prompts, with the standard error `se` where there are several."""
+        raise NotImplementedError
+
+    @property
+    def row_name(self) -> str:
+        """What a row of the table is called."""
+        return "row"
+
+    def headings(self) -> dict[str, str]:
+        """The columns of the table that are shown, each with the name above it."""
+        return {str(name): str(name) for name in self.table().columns}
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """Labelled lines: what was computed, on what, and what is needed to read the table."""
+        return ()
+
+    def caveats(self) -> tuple[str, ...]:
+        """What the numbers do not say."""
+        return ()
+
+    def pictures(self) -> tuple[str, ...]:
+        """The functions in `resid_patching.plots` that draw it, the main one first."""
+        return ("show",)
+
+    def _first_rows(self, k: int) -> tuple[pandas.DataFrame, str]:
+        """The first k rows under their headings, and which of them these are."""
+        frame, names = self.table(), self.headings()
+        known = frame if self.ordered else _ranked(frame)
+        shown = known if self.ordered else known[:k]
+        n_all, n = len(known), len(shown)
+        which = f"the {n} largest of {n_all} {self.row_name}s, by size" if n < n_all else ""
+        return shown[list(names)].set_axis(list(names.values()), axis=1), which
+
+    def summary(self, k: int = _ROWS_SHOWN) -> str:
+        """Its facts, its first rows and its caveats as text.
+
+        Args:
+            k: how many rows, the largest by size.
+        """
+        frame, which = self._first_rows(k)
+        facts = [f"{name}: {printable(text)}" for name, text in self.facts()]
+        texts = frame.apply(lambda column: [cell_text(str(column.name), v) for v in column])
+        rows = texts.map(printable).to_string(index=False) if len(frame) else "no rows"
+        return "\n".join(
+            [repr(self), *facts, *filter(None, [which]), "", rows, "", *self.caveats()]
+        )
+
+    def _repr_html_(self) -> str:
+        """Its facts, its first rows and its caveats, for notebooks; no script."""
+        frame, which = self._first_rows(_ROWS_SHOWN)
+        names = [str(name) for name in frame.columns]
+        rows = [
+            [cell_text(name, cell) for name, cell in zip(names, row, strict=True)]
+            for row in frame.itertuples(index=False)
+        ]
+        facts = "<br>".join(f"{escape(name)}: {escape(text)}" for name, text in self.facts())
+        limits = " ".join(map(escape, self.caveats()))
+        above = f"{self!r}: {which}" if which else repr(self)
+        return f"{table(names, rows, above)}<p>{facts}</p><p><small>{limits}</small></p>"
+
+
+def _ranked(frame: pandas.DataFrame) -> pandas.DataFrame:
+    """Rows that have a value, the largest by size first."""
+    known = frame.dropna(subset=["value"])
+    order = known["value"].abs().sort_values(ascending=False, kind="stable").index
+    return known.loc[order].reset_index(drop=True)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Result:
+class Result(Shown):
     """Values on labelled axes.
 
     Attributes:
@@ -137,20 +220,6 @@ class Result:
         shape = " × ".join(f"{len(axis.labels)} {axis.name}" for axis in self.axes)
         return f"{type(self).__name__}({self.provenance.plan}; {shape}; {self.unit})"
 
-    def _repr_html_(self) -> str:
-        """A line that says what this is, and its first rows, for notebooks; no script."""
-        frame, which = self._rows_shown()
-        rows = [[_short(cell) for cell in row] for row in frame.itertuples(index=False)]
-        return table([str(name) for name in frame.columns], rows, f"{self!r}: {which}")
-
-    def _rows_shown(self) -> tuple[pandas.DataFrame, str]:
-        """What a notebook shows of the result, and which rows these are."""
-        everything, over = self._ranked()
-        n = len(everything.dropna(subset=["value"]))
-        frame = self.top(_ROWS_SHOWN)
-        which = f"the {len(frame)} largest of {n} cells, by size" if len(frame) < n else "all"
-        return frame, f"{which}; {over}" if over else which
-
     def axis(self, name: str) -> Axis:
         """An axis by name.
 
@@ -160,6 +229,8 @@ class Result:
         if name == "reader" and all(axis.name != name for axis in self.axes):
             warnings.warn("the axis reader is now receiver", DeprecationWarning, stacklevel=3)
             name = "receiver"
+        if all(axis.name != name for axis in self.axes):  # by the name of a data frame's column
+            name = {new: old for old, new in _COLUMNS.items()}.get(name, name)
         for axis in self.axes:
             if axis.name == name:
                 return axis
@@ -185,50 +256,89 @@ class Result:
         return self.axis(name).index(label)
 
     def top(self, k: int = 10, *, by: Literal["abs", "signed"] = "abs") -> pandas.DataFrame:
-        """The k largest cells in long form, each its mean over prompts.
+        """The k largest rows of the table, ranked by their means over prompts.
 
-        Results about each token (of a lens, of the running total) have a cell for each token of
+        Results about each token (of a lens, of the running total) have a row for each token of
         each prompt instead, and name both.
 
         Args:
             k: how many.
-            by: `abs` ranks by size, so that strong negative cells are seen; `signed` by value.
+            by: `abs` ranks by size, so that strong negative rows are seen; `signed` by value.
 
         Returns:
-            A data frame: a column for each axis but `batch`, and `value` last. A cell that not
-            every prompt has, such as a late position, is left out.
+            The first rows of `table`, sorted. A row that not every prompt has, such as a late
+            position, is left out.
 
         Raises:
             ValueError: `by` is neither.
         """
         if by not in ("abs", "signed"):
             raise ValueError(f"by is 'abs' or 'signed', got {by!r}")
-        frame = self._ranked()[0].dropna(subset=["value"])
-        key = frame["value"].abs() if by == "abs" else frame["value"]
-        order = key.sort_values(ascending=False, kind="stable").index[:k]
-        return frame.loc[order].reset_index(drop=True)
+        ranked = _ranked(self._cells())
+        if by == "signed":
+            order = ranked["value"].sort_values(ascending=False, kind="stable").index
+            ranked = ranked.loc[order]
+        return ranked[:k].reset_index(drop=True)
 
-    def _ranked(self) -> tuple[pandas.DataFrame, str]:
-        """The cells that `top` ranks, in long form, and what their means were taken over."""
+    def _cells(self) -> pandas.DataFrame:
+        """What `top` ranks."""
+        return self.table()
+
+    def table(self) -> pandas.DataFrame:
+        """The mean over prompts of each cell, `value`, beside its standard error `se`.
+
+        With one prompt there is no `se`. Results about each token have a row for each token of
+        each prompt instead.
+        """
         names = [axis.name for axis in self.axes]
         if "batch" not in names:
-            return self.to_frame(), ""
+            return self.to_frame()
         place = names.index("batch")
-        n = len(self.axes[place].labels)
-        values = self.values.detach().to("cpu", torch.float64).mean(place)
+        values = self.values.detach().to("cpu", torch.float64)
         axes = tuple(axis for axis in self.axes if axis.name != "batch")
-        frame = Result(values, axes, self.unit, self.provenance).to_frame()
-        return frame, f"mean over {n} prompts" if n > 1 else ""
+        frame = Result(values.mean(place), axes, self.unit, self.provenance).to_frame()
+        if (n := values.shape[place]) > 1:
+            se = values.std(place) / n**0.5
+            frame.insert(len(frame.columns) - 1, "se", se.flatten().numpy())
+        return frame
+
+    def headings(self) -> dict[str, str]:
+        """The columns that are shown; not the numbers of layer and head, which the names say."""
+        columns = [str(name) for name in self.table().columns]
+        kept = [n for n in columns if n not in ("layer", "head") or n == columns[0]]
+        return {name: name for name in kept}
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """The model that ran, its weights' state, and how many prompts."""
+        origin = self.provenance
+        return (
+            (
+                "model",
+                f"{origin.model} ({origin.backend}, TransformerLens {origin.transformer_lens}), "
+                f"{origin.processing}, {origin.dtype}",
+            ),
+            ("prompts", str(origin.n_prompts)),
+        )
 
     def to_frame(self) -> pandas.DataFrame:
-        """Long form: one row a cell, a column for each axis, `value` last."""
+        """Long form: one row a cell, a column for each axis, `value` last.
+
+        The axes `batch` and `pos` are the columns `prompt` and `position`. Addresses are followed
+        by their `layer` and `head`, where they have one.
+        """
         import pandas
 
-        index = pandas.MultiIndex.from_product(
-            [axis.labels for axis in self.axes], names=[axis.name for axis in self.axes]
-        )
+        names = [_COLUMNS.get(axis.name, axis.name) for axis in self.axes]
+        index = pandas.MultiIndex.from_product([axis.labels for axis in self.axes], names=names)
         values = self.values.detach().to("cpu", torch.float64).flatten().numpy()
-        return pandas.DataFrame({"value": values}, index=index).reset_index()
+        frame = pandas.DataFrame({"value": values}, index=index).reset_index()
+        if names and names[0] in ("target", "component", "write"):
+            places = {str(label): _place_of(str(label)) for label in self.axes[0].labels}
+            for number, name in enumerate(("layer", "head"), start=1):
+                if any(place[number - 1] is not None for place in places.values()):
+                    column = [places[str(label)][number - 1] for label in frame[names[0]]]
+                    frame.insert(number, name, pandas.array(column, dtype="Int64"))
+        return frame
 
     def to_json(self) -> str:
         """The result as JSON text; NaN is written as null. `from_json` reads it back.
@@ -260,7 +370,8 @@ class Result:
                 f"format version {body.get('version')} was found; this version of the package "
                 f"reads 1 and {FORMAT_VERSION}"
             )
-        names = [field.name for field in dataclasses.fields(cls)]
+        fields = dataclasses.fields(cls)
+        names = [f.name for f in fields if f.name in body or f.default is dataclasses.MISSING]
         try:
             covered = {name: body[name] for name in ("format", "version", "kind", *names)}
             if body["version"] != 1 and body.get("sha256") != checksum(covered):
@@ -278,10 +389,14 @@ class Result:
             raise ResultFormatError(f"the {cls.kind} is incomplete or damaged: {error}") from error
 
 
-def _short(cell: Any) -> str:
-    if not isinstance(cell, float):
-        return str(cell)
-    return "" if math.isnan(cell) else f"{cell:.5g}"
+def _place_of(label: str) -> tuple[int | None, int | None]:
+    """The layer and the head of an address; None where it has none, or is of several parts."""
+    try:
+        address = parse(label)
+    except AddressError:
+        return None, None
+    layer = getattr(address, "layer", None)
+    return layer, address.head if isinstance(address, Head) else None
 
 
 def _load_object(text: str) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def test_files_hold_everything_whatever_is_shown(capsys, tmp_path, model, loaded
     with table.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 4 * sum(n) * 3
-    cell = [r for r in rows if (r["layer"], r["batch"], r["pos"]) == ("resid_post.1", "1", "2")]
+    cell = [r for r in rows if (r["layer"], r["prompt"], r["position"]) == ("resid_post.1", "1", "2")]
     where = {"layer": "resid_post.1", "batch": 1, "pos": 2}
     assert [r["top_token"] for r in cell] == top.tokens(**where)
     assert float(cell[0]["kl"]) == pytest.approx(float(readout.kl.sel(**where)), rel=1e-5)

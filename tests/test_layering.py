@@ -36,6 +36,7 @@ ORDER = (
     "stream",
     "lens",
     "plots",
+    "show",
     "cli",
 )
 # These stand above the order and may import everything.

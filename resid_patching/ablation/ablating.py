@@ -156,6 +156,7 @@ def ablate(
         direct=direct - found.baseline,
         weights=None if weights is None else weights(run),
         routes=found.routes,
+        token_texts=run.prompts.token_texts if each else None,
     )
 
 

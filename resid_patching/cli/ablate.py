@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from resid_patching.cli.effects import joined, print_effect
 from resid_patching.cli.frame import (
     Parser,
     UsageError,
@@ -24,20 +23,18 @@ from resid_patching.cli.inputs import (
     read_lines,
     read_prompts,
 )
-from resid_patching.cli.page import asked, require_files, write_page
-from resid_patching.cli.pages import effect_page
+from resid_patching.cli.output import body_of, deliver, model_text, require_files
 from resid_patching.cli.progress import Progress
 from resid_patching.cli.scores import METRICS, metric_name, new_metric, shared
-from resid_patching.cli.screen import console, csv_text, print_line, print_model, print_tokens
 from resid_patching.cli.sharing import Sharing, add_rows_flag, join
 from resid_patching.cli.text import TextWindows, add_text_key_flag, require_texts
-from resid_patching.markup import printable
 
 if TYPE_CHECKING:
     from resid_patching.ablation import Effect
     from resid_patching.models import ModelView
     from resid_patching.prompts import Prompts
     from resid_patching.run import Run
+    from resid_patching.show.report import Facts
 
 _WINDOW = 512
 _SWEEPS = {
@@ -191,32 +188,31 @@ def run(arguments: argparse.Namespace) -> None:
     sharing = join(arguments)
     model, stand_in = load_model(arguments)
 
-    from resid_patching.files import write_text
     from resid_patching.models import ModelView
+    from resid_patching.show.html import texts_frame
+    from resid_patching.show.report import Report, section
 
     view = ModelView(model)
     sites = _targets(view, arguments)
     with Progress(shown=sharing.team.is_first) as progress:
         work = _Work(arguments, sites, sharing, progress)
         if inputs.prompts is None:
-            effect, shown = _on_text(view, work, inputs)
+            effect, facts = _on_text(view, work, inputs)
         else:
-            effect, shown = _on_prompts(view, work, inputs)
+            effect, facts = _on_prompts(view, work, inputs)
     if not sharing.team.is_first:
         return
-    if arguments.json is not None:
-        write_text(arguments.json, _as_json(effect, arguments, inputs, stand_in))
-    if arguments.csv is not None:
-        write_text(arguments.csv, csv_text(effect.to_frame()))
-    write_page(arguments, lambda: effect_page(effect, inputs.prompts, stand_in, asked(arguments)))
-    out = console()
-    print_model(out, view, effect.provenance, stand_in)
-    out.print()
-    if isinstance(shown, TextWindows):
-        _print_text(out, effect, shown)
-    else:
-        print_tokens(out, shown)
-    print_effect(out, effect, top=arguments.top, grid=arguments.sweep == "heads")
+    origin = effect.provenance
+    report = Report(
+        title=f"Ablation ({effect.how}), {origin.model}",
+        origin=origin,
+        model=model_text(view, origin),
+        sections=(section(effect, facts=facts, top=arguments.top),),
+        prompts=None if inputs.prompts is None else texts_frame({"prompt": inputs.prompts}),
+        stand_in=stand_in,
+    )
+    body = body_of(effect, **_known(effect, arguments, inputs), stand_in=stand_in)
+    deliver(arguments, report, body=body, frame=effect.to_frame)
 
 
 # What was asked
@@ -312,8 +308,9 @@ class _Work:
         )
 
 
-def _on_prompts(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, Prompts]:
+def _on_prompts(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, Facts]:
     from resid_patching.run import capture
+    from resid_patching.show.report import token_facts
 
     arguments = work.arguments
     prompts = inputs.prompts
@@ -324,10 +321,11 @@ def _on_prompts(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, 
         other = capture(view, inputs.other, prepend_bos=arguments.prepend_bos)
     metric = new_metric(inputs.metric, shared(inputs.answers), shared(inputs.foils), on_text=False)
     work.progress.expect(len(prompts))
-    return work.ablate(captured, _kind(arguments, other), metric), captured.prompts
+    effect = work.ablate(captured, _kind(arguments, other), metric)
+    return effect, token_facts(captured.prompts.token_texts)
 
 
-def _on_text(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, TextWindows]:
+def _on_text(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, Facts]:
     """Ablates a text group by group of its windows, so that memory does not grow with it."""
     from resid_patching.run import capture
 
@@ -348,7 +346,11 @@ def _on_text(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, Tex
         if arguments.kind == "resample":
             other = _source_of(captured, next(sources, None), arguments)
         parts.append(work.ablate(captured, _kind(arguments, other), metric, part))
-    return joined(parts, windows.hash, windows.n_windows), windows
+    effect = joined(parts, windows.hash, windows.n_windows)
+    n, length = windows.n_windows, windows.length
+    start = ", each from a beginning-of-sequence token" if effect.provenance.bos else ""
+    said = f"{windows.n_tokens} tokens in {n} window{'s' * (n > 1)} of up to {length}{start}"
+    return effect, (("text", (f"{windows.source}:", said)),)
 
 
 def _windows(view: ModelView, arguments: argparse.Namespace, path: str, whole: bool) -> TextWindows:
@@ -404,31 +406,53 @@ def _kind(arguments: argparse.Namespace, other: Run | None) -> Any:
 # Files
 
 
-def _as_json(
-    effect: Effect, arguments: argparse.Namespace, inputs: _Inputs, stand_in: str | None
-) -> str:
-    """The result, readable by `Effect.from_json`, with what the command knew beside it."""
-    body = json.loads(effect.to_json())
-    body["command"] = f"ablate {arguments.kind}"
-    body["stand_in"] = stand_in
-    body["prompts"] = inputs.prompts
-    body["text"] = arguments.text
-    body["text_key"] = arguments.text_key
-    for flag in ("reference", "over", "source", "pairing", "seed"):
+def _known(effect: Effect, arguments: argparse.Namespace, inputs: _Inputs) -> dict[str, Any]:
+    """What the command knew, for the JSON."""
+    known = {"command": f"ablate {arguments.kind}", "prompts": inputs.prompts}
+    for flag in ("text", "text_key", "reference", "over", "source", "pairing", "seed"):
         if hasattr(arguments, flag):
-            body[flag] = getattr(arguments, flag)
+            known[flag] = getattr(arguments, flag)
     if effect.has_perplexity:
-        frame = effect.perplexity.replace([math.inf], None)
-        body["perplexity"] = frame.to_dict("records")
-    return json.dumps(body, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+        known["perplexity"] = effect.perplexity.replace([math.inf], None).to_dict("records")
+    return known
 
 
-def _print_text(out: Any, effect: Effect, windows: TextWindows) -> None:
-    n, length = windows.n_windows, windows.length
-    start = ", each from a beginning-of-sequence token" if effect.provenance.bos else ""
-    print_line(
-        out,
-        "text",
-        f"{printable(windows.source)}:",
-        f"{windows.n_tokens} tokens in {n} window{'s' * (n > 1)} of up to {length}{start}",
+def joined(parts: list[Effect], tokens: str, n_prompts: int) -> Effect:
+    """The effects on groups of windows as one effect on all of them.
+
+    Args:
+        parts: one effect or more, of the same targets, kind and metric.
+        tokens: hash of all prompts.
+        n_prompts: how many prompts there are in all.
+    """
+    import torch
+
+    from resid_patching.result import Axis
+
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    how = first.how
+    if first.how != parts[1].how:  # each group of windows has its own group of the source
+        how = f"{first.how}, the first of {len(parts)} groups of windows"
+    origin = dataclasses.replace(
+        first.provenance,
+        tokens=tokens,
+        n_prompts=n_prompts,
+        plan=first.provenance.plan.replace(first.how, how),
+    )
+    weights = None
+    if first.weights is not None:
+        weights = torch.cat([part.weights for part in parts if part.weights is not None])
+    return dataclasses.replace(
+        first,
+        values=torch.cat([part.values for part in parts], 1),
+        axes=(first.axes[0], Axis("batch", tuple(range(n_prompts)))),
+        provenance=origin,
+        how=how,
+        baseline=torch.cat([part.baseline for part in parts]),
+        patched=torch.cat([part.patched for part in parts], 1),
+        direct=torch.cat([part.direct for part in parts], 1),
+        weights=weights,
+        routes=tuple(sorted({route for part in parts for route in part.routes})),
     )

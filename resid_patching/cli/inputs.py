@@ -59,21 +59,34 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_answer_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say which tokens a metric scores."""
+def add_answer_flags(parser: argparse.ArgumentParser, answer: str = "", foil: str = "") -> None:
+    """Adds the flags that say which tokens are scored.
+
+    Args:
+        parser: where.
+        answer: what holds where it is unset.
+        foil: likewise.
+    """
+    what = {
+        "answer": ("the token scored, leading space included", answer),
+        "foil": ("the token it is scored against", foil),
+    }
+    for name, (text, unset) in what.items():
+        parser.add_argument(
+            f"--{name}",
+            action="append",
+            type=given_text,
+            metavar="TOKEN",
+            help=f"{text}; once, or once for each prompt" + (f" ({unset})" if unset else ""),
+        )
+
+
+def add_top_flag(
+    parser: argparse.ArgumentParser, default: int = 15, text: str = "rows shown"
+) -> None:
+    """Adds the flag that says how much is shown."""
     parser.add_argument(
-        "--answer",
-        action="append",
-        type=given_text,
-        metavar="TOKEN",
-        help="the token scored, leading space included; once, or once for each prompt",
-    )
-    parser.add_argument(
-        "--foil",
-        action="append",
-        type=given_text,
-        metavar="TOKEN",
-        help="the token it is scored against; once, or once for each prompt",
+        "--top", type=count, default=default, metavar="N", help=f"{text} (default: {default})"
     )
 
 
