@@ -92,12 +92,6 @@ class Attribution(Result):
 
     adds_up: ClassVar[bool] = True  # the rows sum to a number that means something
 
-    @property
-    def averaged(self) -> str:
-        """What a row's mean is taken over, in words; nothing where there is one prompt."""
-        n = len(self.answers)
-        return f"mean over {n} prompts" if n > 1 else ""
-
     def table(self) -> pandas.DataFrame:
         """One row a component and position: component, layer, head, position, (se,) value.
 
@@ -126,6 +120,9 @@ class Attribution(Result):
             ("the model's own difference", self._mean(self.model_value)),
             ("largest gap", f"{float(self.gap[self.gap.isfinite()].max()):.1e}"),
         ]
+        means = self.values.detach().cpu().double().nanmean((1, 2))
+        parts = [f"{n} {float(means[self.components.index(n)]):+.4f}" for n in self.constants]
+        rows.append(("constants", ", ".join(parts)))
         if self.capped_value is not None:
             rows.append(("after the output softcap", self._mean(self.capped_value)))
         if len(self.answers) == 1:

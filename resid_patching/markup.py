@@ -14,6 +14,8 @@ _FORMATS = {
     **dict.fromkeys(("norm", "stream after", "entropy", "KL", "logit KL", "tuned KL"), "{:.3f}"),
     **dict.fromkeys(("share", "tuned / logit"), "{:.1%}"),
     "probability": "{:.2%}",
+    "nats": "{:.4f}",
+    "tokens": "{:.1f}",
     "recovery": "{:+.1%}",
     "ratio": "×{}",
     "perplexity": "{}",

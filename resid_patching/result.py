@@ -18,10 +18,13 @@ Every result says itself what is shown of it, on a terminal, a page or in a note
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
+import os
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -30,16 +33,25 @@ from torch import Tensor
 from resid_patching.address import Head, parse
 from resid_patching.errors import AddressError, ResultFormatError
 from resid_patching.files import checksum, read_json
-from resid_patching.markup import cell_text, escape, printable, table
 from resid_patching.models import ModelView, report
 from resid_patching.prompts import Prompts
+from resid_patching.shown import Shown, ranked
 from resid_patching.version import __version__
 
 if TYPE_CHECKING:
     import pandas
 
 FORMAT_VERSION = 2  # 1 had no checksum
-_ROWS_SHOWN = 10  # in notebooks and summaries
+# Where the kinds of results are defined.
+_HOMES = {
+    "result": "result",
+    "comparison": "result",
+    "attribution": "attribution",
+    "effect": "ablation",
+    "stream_report": "stream",
+    "lens": "lens.results",
+    "lens_top_tokens": "lens.results",
+}
 _COLUMNS = {"batch": "prompt", "pos": "position"}  # axes, as data frames call them
 R = TypeVar("R", bound="Result")
 
@@ -118,80 +130,6 @@ def provenance(view: ModelView, prompts: Prompts, plan: str) -> Provenance:
         user_hooks=tuple(view.user_hooks()),
         resid_patching=__version__,
     )
-
-
-class Shown:
-    """What says itself how it is shown. Renderers ask it, and have no layout of their own."""
-
-    ordered: ClassVar[bool] = False  # whether its rows have an order that ranking would destroy
-
-    def table(self) -> pandas.DataFrame:
-        """Its rows; means over prompts, with the standard error `se` where there are several."""
-        raise NotImplementedError
-
-    @property
-    def row_name(self) -> str:
-        """What a row of the table is called."""
-        return "row"
-
-    def headings(self) -> dict[str, str]:
-        """The columns of the table that are shown, each with the name above it."""
-        return {str(name): str(name) for name in self.table().columns}
-
-    def facts(self) -> tuple[tuple[str, str], ...]:
-        """Labelled lines: what was computed, on what, and what is needed to read the table."""
-        return ()
-
-    def caveats(self) -> tuple[str, ...]:
-        """What the numbers do not say."""
-        return ()
-
-    def pictures(self) -> tuple[str, ...]:
-        """The functions in `resid_patching.plots` that draw it, the main one first."""
-        return ("show",)
-
-    def _first_rows(self, k: int) -> tuple[pandas.DataFrame, str]:
-        """The first k rows under their headings, and which of them these are."""
-        frame, names = self.table(), self.headings()
-        known = frame if self.ordered else _ranked(frame)
-        shown = known if self.ordered else known[:k]
-        n_all, n = len(known), len(shown)
-        which = f"the {n} largest of {n_all} {self.row_name}s, by size" if n < n_all else ""
-        return shown[list(names)].set_axis(list(names.values()), axis=1), which
-
-    def summary(self, k: int = _ROWS_SHOWN) -> str:
-        """Its facts, its first rows and its caveats as text.
-
-        Args:
-            k: how many rows, the largest by size.
-        """
-        frame, which = self._first_rows(k)
-        facts = [f"{name}: {printable(text)}" for name, text in self.facts()]
-        texts = frame.apply(lambda column: [cell_text(str(column.name), v) for v in column])
-        rows = texts.map(printable).to_string(index=False) if len(frame) else "no rows"
-        return "\n".join(
-            [repr(self), *facts, *filter(None, [which]), "", rows, "", *self.caveats()]
-        )
-
-    def _repr_html_(self) -> str:
-        """Its facts, its first rows and its caveats, for notebooks; no script."""
-        frame, which = self._first_rows(_ROWS_SHOWN)
-        names = [str(name) for name in frame.columns]
-        rows = [
-            [cell_text(name, cell) for name, cell in zip(names, row, strict=True)]
-            for row in frame.itertuples(index=False)
-        ]
-        facts = "<br>".join(f"{escape(name)}: {escape(text)}" for name, text in self.facts())
-        limits = " ".join(map(escape, self.caveats()))
-        above = f"{self!r}: {which}" if which else repr(self)
-        return f"{table(names, rows, above)}<p>{facts}</p><p><small>{limits}</small></p>"
-
-
-def _ranked(frame: pandas.DataFrame) -> pandas.DataFrame:
-    """Rows that have a value, the largest by size first."""
-    known = frame.dropna(subset=["value"])
-    order = known["value"].abs().sort_values(ascending=False, kind="stable").index
-    return known.loc[order].reset_index(drop=True)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -274,11 +212,10 @@ class Result(Shown):
         """
         if by not in ("abs", "signed"):
             raise ValueError(f"by is 'abs' or 'signed', got {by!r}")
-        ranked = _ranked(self._cells())
+        known = ranked(self._cells())
         if by == "signed":
-            order = ranked["value"].sort_values(ascending=False, kind="stable").index
-            ranked = ranked.loc[order]
-        return ranked[:k].reset_index(drop=True)
+            known = known.sort_values("value", ascending=False, kind="stable")
+        return known[:k].reset_index(drop=True)
 
     def _cells(self) -> pandas.DataFrame:
         """What `top` ranks."""
@@ -302,11 +239,24 @@ class Result(Shown):
             frame.insert(len(frame.columns) - 1, "se", se.flatten().numpy())
         return frame
 
+    @property
+    def averaged(self) -> str:
+        """What the rows of the table are means of, in words; nothing where they are none."""
+        n = self.provenance.n_prompts
+        is_mean = n > 1 and any(axis.name == "batch" for axis in self.axes)
+        return f"mean over {n} prompts" if is_mean else ""
+
+    @property
+    def caption(self) -> str:
+        """The unit, and what the numbers are means of."""
+        error = "se: standard error of the mean" if "se" in self.headings() else ""
+        return "; ".join(filter(None, [f"{self.kind} in {self.unit}", self.averaged, error]))
+
     def headings(self) -> dict[str, str]:
         """The columns that are shown; not the numbers of layer and head, which the names say."""
         columns = [str(name) for name in self.table().columns]
-        kept = [n for n in columns if n not in ("layer", "head") or n == columns[0]]
-        return {name: name for name in kept}
+        kept = [n for n in columns if n not in ("layer", "head", "se") or n == columns[0]]
+        return {name: name for name in [*kept, *(["se"] if "se" in columns else [])]}
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """The model that ran, its weights' state, and how many prompts."""
@@ -339,6 +289,10 @@ class Result(Shown):
                     column = [places[str(label)][number - 1] for label in frame[names[0]]]
                     frame.insert(number, name, pandas.array(column, dtype="Int64"))
         return frame
+
+    def __sub__(self, other: Result) -> Comparison:
+        """This result beside another: `compare(self, other)`."""
+        return compare(self, other)
 
     def to_json(self) -> str:
         """The result as JSON text; NaN is written as null. `from_json` reads it back.
@@ -387,6 +341,111 @@ class Result(Shown):
             OverflowError,
         ) as error:
             raise ResultFormatError(f"the {cls.kind} is incomplete or damaged: {error}") from error
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison(Result):
+    """Two results side by side: values are their difference, a - b.
+
+    Attributes:
+        a: the first result's values.
+        b: the second's.
+        plans: what was computed in each, in words.
+    """
+
+    kind: ClassVar[str] = "comparison"
+
+    a: Tensor
+    b: Tensor
+    plans: tuple[str, ...]
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Long form: a column for each axis, a, b, and `value`, their difference."""
+        frame = super().to_frame()
+        for name, values in (("a", self.a), ("b", self.b)):
+            flat = values.detach().to("cpu", torch.float64).flatten().numpy()
+            frame.insert(len(frame.columns) - 1, name, flat)
+        return frame
+
+    def table(self) -> pandas.DataFrame:
+        """Means over prompts: a, b, and `value`, their difference, beside its standard error."""
+        names = [axis.name for axis in self.axes]
+        if "batch" not in names:
+            return self.to_frame()
+        frame = super().table()
+        place = list(frame.columns).index("se") if "se" in frame else len(frame.columns) - 1
+        for name, values in (("b", self.b), ("a", self.a)):
+            mean = values.detach().to("cpu", torch.float64).mean(names.index("batch"))
+            frame.insert(place, name, mean.flatten().numpy())
+        return frame
+
+    def headings(self) -> dict[str, str]:
+        """The axes, a, b and their difference."""
+        return {**super().headings(), "value": "difference"}
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """What a and b are."""
+        return (*zip(("a", "b"), self.plans, strict=True), *super().facts())
+
+    def caveats(self) -> tuple[str, ...]:
+        """That the difference has a direction."""
+        return ("difference: a - b, on the same prompts.",)
+
+
+def compare(a: Result, b: Result) -> Comparison:
+    """Two results of one kind side by side; also written `a - b`.
+
+    Args:
+        a: a result, such as an attribution of an ablated run.
+        b: another of the same kind, with the same axes, unit, prompts and scored tokens.
+
+    Returns:
+        A `Comparison` on the same axes: a, b and a - b.
+
+    Raises:
+        ValueError: they cannot be set side by side; it says what differs.
+    """
+    pairs: dict[str, tuple[Any, Any]] = {
+        "kinds": (getattr(a, "kind", type(a).__name__), getattr(b, "kind", type(b).__name__))
+    }
+    if isinstance(a, Result) and isinstance(b, Result):
+        pairs["axes"] = _axes_text(a), _axes_text(b)
+        pairs["units"] = a.unit, b.unit
+        pairs["prompts"] = a.provenance.tokens, b.provenance.tokens
+        for name in ("metric", "answers", "foils"):
+            pairs[name] = getattr(a, name, None), getattr(b, name, None)
+    for what, (one, other) in pairs.items():
+        if one != other:
+            raise ValueError(f"two results are compared cell by cell: {what} {one} and {other}")
+    if a.axes != b.axes:
+        raise ValueError("two results are compared cell by cell, but the labels of axes differ")
+    plans = a.provenance.plan, b.provenance.plan
+    origin = dataclasses.replace(a.provenance, plan=f"{plans[0]}, minus {plans[1]}")
+    values = a.values - b.values.to(a.values)
+    return Comparison(values, a.axes, a.unit, origin, a.values, b.values, plans)
+
+
+def _axes_text(result: Result) -> str:
+    return " × ".join(f"{len(axis.labels)} {axis.name}" for axis in result.axes)
+
+
+def load_result(path: str | os.PathLike[str]) -> Result:
+    """Reads a result of any kind from a JSON file, as `to_json` or a command's --json wrote it.
+
+    Raises:
+        ResultFormatError: the file holds no result, or not what was written.
+        OSError: it cannot be read.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    kind = _load_object(text).get("kind")
+    if not isinstance(kind, str) or kind not in _HOMES:
+        known = ", ".join(_HOMES)
+        raise ResultFormatError(f"{path} holds no result: its kind is {kind!r}, none of {known}")
+    importlib.import_module(f"resid_patching.{_HOMES[kind]}")
+    found = [Result]
+    for one in found:  # grows while it is walked
+        found += one.__subclasses__()
+    return next(one for one in found if one.kind == kind).from_json(text)
 
 
 def _place_of(label: str) -> tuple[int | None, int | None]:

@@ -191,6 +191,11 @@ class StreamReport(Result):
         n = int((~self.start_norm.isnan()).sum())
         return f"mean over {n} positions" if n > 1 else "one position"
 
+    @property
+    def caption(self) -> str:
+        """What the rows are means of."""
+        return f"running total, {self.how or 'clean'}; {self.averaged}"
+
     def headings(self) -> dict[str, str]:
         """Write, norms, share and cosine."""
         return {

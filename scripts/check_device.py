@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch  # noqa: E402
 from devices.identities import Finding, check  # noqa: E402
 from devices.models import subjects  # noqa: E402
-
 from resid_patching.cli.screen import console, fancy, new_table  # noqa: E402
+
 from resid_patching.models import float64_home  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}

@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+from resid_patching.cli.screen import console  # noqa: E402
+
 from resid_patching.cli.frame import (  # noqa: E402
     Parser,
     add_model_flags,
@@ -38,7 +40,6 @@ from resid_patching.cli.frame import (  # noqa: E402
     run_guarded,
 )
 from resid_patching.cli.inputs import count  # noqa: E402
-from resid_patching.cli.screen import console  # noqa: E402
 
 if TYPE_CHECKING:
     from ioi_study import Study

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ioi_report import Section, Table
+from resid_patching.cli.page import Number, Page
 
 from resid_patching import plots
-from resid_patching.cli.page import Number, Page
 
 if TYPE_CHECKING:
     from ioi_study import Study

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import resid_patching as rp
-from resid_patching.address import MLP, Head
 from resid_patching.cli.effects import print_cells
 from resid_patching.cli.screen import bar, fancy, new_table, print_line, print_model, quoted
+
+import resid_patching as rp
+from resid_patching.address import MLP, Head
 from resid_patching.markup import printable
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ ORDER = (
     "rows",
     "processes",
     "markup",
+    "shown",
     "address",
     "models",
     "tokens",

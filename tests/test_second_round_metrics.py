@@ -419,7 +419,10 @@ def test_s24_the_top_of_an_attribution_is_of_components(backend):
     run = rp.capture(toy(backend), zoo.RAGGED)
     dla = rp.direct_logit_attribution(run, 3, 6, by="head")
     top = dla.top(5)
-    assert list(top.columns) == "component layer head position se value".split() and len(set(top.component)) == 5
+    assert (
+        list(top.columns) == "component layer head position se value".split()
+        and len(set(top.component)) == 5
+    )
     means = dla.values[..., 0].mean(1)
     assert top.value.abs().tolist() == pytest.approx(means.abs().topk(5)[0].tolist())
     (one,) = rp.direct_logit_attribution(run, 3, 6, positions=[0, 1, 2]).top(1).position

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
@@ -50,8 +52,31 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints one line to stderr and exits with 2."""
-        _fail(self.prog, f"{message} (see {self.prog} --help)", BAD_INPUT)
+        near = self._meant(message)
+        meant = f"; did you mean {near}?" if near else ""
+        _fail(self.prog, f"{message}{meant} (see {self.prog} --help)", BAD_INPUT)
         self.exit(BAD_INPUT)
+
+    def flags(self) -> list[str]:
+        """Every flag of the parser and of its sub-commands."""
+        found = dict.fromkeys(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    found |= dict.fromkeys(parser.flags())
+        return list(found)
+
+    def _meant(self, message: str) -> str:
+        """The flag, command or choice that a mistyped one is near to; nothing where none is."""
+        if message.startswith("unrecognized arguments: --"):
+            typed = message.split()[2].partition("=")[0]
+            near = difflib.get_close_matches(typed, self.flags(), 1)
+            return near[0] if near else ""
+        if chosen := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            choices = re.findall(r"[\w.,-]+", chosen[2].replace(", ", " "))
+            near = difflib.get_close_matches(chosen[1], choices, 1)
+            return near[0] if near else ""
+        return ""
 
     def print_help(self, file: Any = None) -> None:
         """Prints the help; unlike argparse's own, it does not hide that this failed."""

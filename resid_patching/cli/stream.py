@@ -87,6 +87,8 @@ def run(arguments: argparse.Namespace) -> None:
         reports.insert(0, stream_report(captured, how, positions=arguments.positions))
     main, clean = reports[0], reports[-1]
     parts = [section(each, title=_title(each) if how else "") for each in reports]
+    for number, part in enumerate(parts[:-1]):
+        parts[number] = dataclasses.replace(part, caveats=())
     facts = (*token_facts(captured.prompts.token_texts), *parts[0].facts)
     tables = (*parts[-1].tables, _survival(clean, main if how else None))
     parts[0] = dataclasses.replace(parts[0], facts=facts)
@@ -106,7 +108,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _title(report: StreamReport) -> str:
-    return "Running total, clean" if report.how is None else f"Intervention: {report.how}"
+    return f"The running total, {report.how or 'clean'}"
 
 
 def _survival(clean: StreamReport, changed: StreamReport | None) -> Table:

@@ -32,8 +32,9 @@ from resid_patching.lens.states import Chunk, chunks_of, read_chunk
 from resid_patching.lens.unembed import Unembedding
 from resid_patching.models import exact, float64_home
 from resid_patching.prompts import Positions, Tokens, tokens_for
-from resid_patching.result import Axis, Result, Shown, provenance
+from resid_patching.result import Axis, Result, provenance
 from resid_patching.run import Run
+from resid_patching.shown import Shown
 from resid_patching.tokens import token_text
 
 if TYPE_CHECKING:

@@ -63,9 +63,15 @@ class LensResult(Result):
             frame.insert(2, "se", (cells.std() / cells.count() ** 0.5).to_numpy())
         return frame
 
+    @property
+    def averaged(self) -> str:
+        """What the rows of the table are means of."""
+        return f"mean over {sum(map(len, self.token_texts))} positions"
+
     def headings(self) -> dict[str, str]:
-        """All columns of the table."""
-        return {str(name): str(name) for name in self.table().columns}
+        """Layer, number of cells, and their mean."""
+        error = {"se": "se"} if "se" in self.table() else {}
+        return {"layer": "layer", "n": "n", "value": self.unit, **error}
 
     def caveats(self) -> tuple[str, ...]:
         """What a lens is not."""
@@ -112,6 +118,11 @@ class TopTokens(LensResult):
         last = frame["prompt"].map({n: len(t) - 1 for n, t in enumerate(self.token_texts)})
         chosen = frame.loc[(frame["rank"] == 0) & (frame["position"] == last)]
         return chosen.drop(columns="rank").sort_values("prompt", kind="stable")
+
+    @property
+    def caption(self) -> str:
+        """Which cells the table has."""
+        return "the top token of each layer at each prompt's last position"
 
     def headings(self) -> dict[str, str]:
         """Layer, prompt and position, the token there, what the layer says next."""

@@ -59,8 +59,9 @@ from resid_patching.lens.states import last_state
 from resid_patching.lens.unembed import Unembedding
 from resid_patching.models import ModelView, as_view, exact, name_of, uncast
 from resid_patching.prompts import Positions
-from resid_patching.result import Axis, Result, Shown, provenance
+from resid_patching.result import Axis, Result, provenance
 from resid_patching.run import Run
+from resid_patching.shown import Shown
 
 if TYPE_CHECKING:
     import pandas

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from resid_patching.ablation import Effect
     from resid_patching.attribution import Attribution
-    from resid_patching.result import Provenance, Shown
+    from resid_patching.result import Provenance
+    from resid_patching.shown import Shown
 
 On = Literal["both", "text", "page"]
 Facts = tuple[tuple[str, str | Sequence[str]], ...]
@@ -202,20 +203,13 @@ def table_of(
         bar = headings["value"]
     return Table(
         frame[list(headings)].set_axis(list(headings.values()), axis=1),
-        title=_title_of(result),
+        title=result.caption,
         bar=bar,
         top=None if result.ordered else top,
         sums=(bar,) if getattr(result, "adds_up", False) else (),
         after=after,
         what=f"{result.row_name}s",
     )
-
-
-def _title_of(result: Any) -> str:
-    over = getattr(result, "averaged", "")
-    unit = f"{result.kind} in {result.unit}" if hasattr(result, "unit") else ""
-    parts = [unit, over, "se: standard error of the mean" if "mean over" in over else ""]
-    return "; ".join(filter(None, parts))
 
 
 # Grids of numbers
