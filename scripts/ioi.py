@@ -30,8 +30,6 @@ from typing import TYPE_CHECKING, Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from resid_patching.cli.screen import console  # noqa: E402
-
 from resid_patching.cli.frame import (  # noqa: E402
     Parser,
     add_model_flags,
@@ -40,6 +38,8 @@ from resid_patching.cli.frame import (  # noqa: E402
     run_guarded,
 )
 from resid_patching.cli.inputs import count  # noqa: E402
+from resid_patching.show.html import page_of  # noqa: E402
+from resid_patching.show.text import console, print_report  # noqa: E402
 
 if TYPE_CHECKING:
     from ioi_study import Study
@@ -95,7 +95,6 @@ def run(arguments: argparse.Namespace) -> None:
         require_plotly()
     model, stand_in = load_model(arguments)
 
-    import ioi_page
     import ioi_report
     from ioi_study import study
 
@@ -111,15 +110,16 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         prepend_bos=arguments.prepend_bos,
     )
-    sections = ioi_report.sections(found, top=arguments.top)
+    report = ioi_report.report(found, top=arguments.top, stand_in=stand_in)
+    flags = {f"--{n.replace('_', '-')}": value for n, value in _flags(arguments).items()}
     files = {
         arguments.json: lambda: as_json(found, arguments, stand_in),
-        arguments.html: lambda: ioi_page.page(found, sections, stand_in, _flags(arguments)),
+        arguments.html: lambda: page_of(report, flags).html(),
     }
     texts = {path: text() for path, text in files.items() if path is not None}
     for path, text in texts.items():
         write_text(path, text)
-    ioi_report.print_report(console(), found, sections, stand_in)
+    print_report(console(), report)
 
 
 def _pairs(view: Any, arguments: argparse.Namespace) -> Any:
