@@ -212,7 +212,7 @@ class Result(Shown):
         """
         if by not in ("abs", "signed"):
             raise ValueError(f"by is 'abs' or 'signed', got {by!r}")
-        known = ranked(self._cells())
+        known: Any = ranked(self._cells())
         if by == "signed":
             known = known.sort_values("value", ascending=False, kind="stable")
         return known[:k].reset_index(drop=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from resid_patching.markup import cell_text, escape, printable, table
 
@@ -50,7 +50,7 @@ class Shown:
     def _first_rows(self, k: int) -> tuple[pandas.DataFrame, str]:
         """The first k rows under their headings, and which of them these are."""
         frame, names = self.table(), self.headings()
-        known = frame if self.ordered else ranked(frame)
+        known: Any = frame if self.ordered else ranked(frame)
         shown = known if self.ordered else known[:k]
         n_all, n = len(known), len(shown)
         which = f"the {n} largest of {n_all} {self.row_name}s, by size" if n < n_all else ""

@@ -166,10 +166,11 @@ class StreamReport(Result):
             A data frame: write, layer, n (positions that are averaged), mean_write_norm,
             mean_stream_norm, mean_share, mean_cosine.
         """
-        frame = self.to_frame().groupby(["write", "layer"], sort=False)
-        columns = {"write_norm", "stream_norm", "cosine", "value"}
-        means = frame[sorted(columns)].mean().rename(columns={"value": "share"})
-        means = means[["write_norm", "stream_norm", "share", "cosine"]].add_prefix("mean_")
+        frame = self.to_frame().drop(columns=["head", "token"], errors="ignore")
+        means: Any = frame.groupby(["write", "layer"], sort=False).mean()
+        means = means.drop(columns=["prompt", "position"]).rename(columns={"value": "share"})
+        columns = ["write_norm", "stream_norm", "share", "cosine"]
+        means = means[columns].add_prefix("mean_")
         means.insert(0, "n", int((~self.start_norm.isnan()).sum()))
         return means.reset_index()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 _SCRIPT = """# bash: eval "$(resid-patching --completion)"; in zsh after bashcompinit
 _resid_patching() {{
@@ -39,7 +40,7 @@ def script(commands: Iterable[str]) -> str:
     return _SCRIPT.format(cases="\n".join(lines))
 
 
-def _subcommands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def _subcommands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, Any]]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             yield from action.choices.items()

@@ -106,7 +106,11 @@ def run(arguments: argparse.Namespace) -> None:
         effect,
         facts=_facts(found, pairs, arguments),
         caveats=_caveats(found, arguments),
-        more={n: v.detach().cpu().double().flatten() for n, v in more.items() if v is not None},
+        more={
+            n: v.detach().cpu().double().flatten().tolist()
+            for n, v in more.items()
+            if v is not None
+        },
         top=arguments.top,
     )
     sources = None if found.sources is None else list(found.sources)[: len(pairs)]

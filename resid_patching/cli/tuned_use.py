@@ -155,7 +155,7 @@ def show(arguments: argparse.Namespace) -> None:
         means = [values.nanmean((1, 2)).tolist() for values in kl]
         n = sum(captured.prompts.lengths)
         title = f"KL(final || lens) in nats, mean over all {n} positions"
-        columns = dict(zip(("logit lens", "tuned"), means, strict=True))
+        columns: dict[str, Any] = dict(zip(("logit lens", "tuned"), means, strict=True))
         mean_kl = kl_table(title, columns, lens.labels)
     deliver_readings(
         *(captured, readouts, asked, arguments),

@@ -188,11 +188,16 @@ def _hash(script: str) -> str:
 
 def _facts(rows: Facts | Iterable[tuple[str, str]]) -> str:
     lines = "\n".join(
-        f'<tr><th scope="row">{escape(name)}</th>'
-        f"<td>{escape(value if isinstance(value, str) else '  '.join(value))}</td></tr>"
+        f'<tr><th scope="row">{escape(name)}</th><td>{_items(value)}</td></tr>'
         for name, value in rows
     )
     return f'<table class="facts"><tbody>{lines}</tbody></table>' if lines else ""
+
+
+def _items(value: str | Sequence[str]) -> str:
+    if isinstance(value, str):
+        return escape(value)
+    return " ".join(f"<span>{escape(item)}</span>" for item in value)
 
 
 def _picture(figure: Any, number: int) -> str:
@@ -254,7 +259,7 @@ def _shaded(cell: Cell | None) -> str:
     if cell is None:
         return "<td></td>"
     red, green, blue = (round(255 - cell.shade * (255 - full)) for full in (8, 81, 156))
-    ink = "#fff" if cell.shade > 0.55 else "#222"
+    ink = "#fff" if cell.shade > 0.77 else "#000"  # a contrast of 4.5 and more
     hint = "&#10;".join(map(escape, cell.hint.split("\n")))
     return (
         f'<td title="{hint}" style="background:rgb({red},{green},{blue});color:{ink}">'

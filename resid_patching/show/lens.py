@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +148,7 @@ def token_grid(reading: Reading, frame: pandas.DataFrame, prompt: int, first: in
 
 def _token_cell(reading: Reading, rows: pandas.DataFrame, prompt: int) -> Cell:
     top = rows.iloc[0]
-    said = [f"{quoted(r.top_token)} {r.value:.2%}" for r in rows.itertuples()]
+    said = [f"{quoted(token)} {p:.2%}" for token, p in _said(rows)]
     said += [f"entropy {top.entropy:.3f} nats", f"KL(final || lens) {top.kl:.3f} nats"]
     for one in reading.followed:
         rank, share = top[f"{one.what}_rank"], top[f"{one.what}_prob"]
@@ -231,7 +231,12 @@ def _at(frame: pandas.DataFrame, prompt: int, place: int) -> Any:
 
 
 def _tops(cell: pandas.DataFrame) -> tuple[str, ...]:
-    return tuple(f"{short_token(r.top_token)} {percent(r.value)}" for r in cell.itertuples())
+    return tuple(f"{short_token(token)} {percent(p)}" for token, p in _said(cell))
+
+
+def _said(cell: pandas.DataFrame) -> Iterator[tuple[str, float]]:
+    """The top tokens of a cell with their probabilities."""
+    return zip(cell["top_token"], cell["value"], strict=True)
 
 
 def _name(reading: Reading, one: Followed, prompt: int, place: int) -> str:

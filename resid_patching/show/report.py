@@ -181,7 +181,8 @@ def table_of(
     result: Shown, *, more: dict[str, Sequence[float]] | None = None, top: int | None = None
 ) -> Table:
     """The rows of a result under their headings, the largest first, with columns beside them."""
-    frame, headings = result.table(), result.headings()
+    frame: Any = result.table()
+    headings = result.headings()
     for name, values in (more or {}).items():
         frame[name] = values
         headings[name] = name
@@ -255,7 +256,7 @@ def crossed(effect: Effect, top: int) -> tuple[Grid, ...]:
     """Totals of the strongest rows and columns, in the order they were given."""
     assert effect.columns is not None
     name, is_path = effect.columns.name, effect.is_path
-    frame = effect.table()
+    frame: Any = effect.table()
     if bool(frame["value"].isna().all()):
         said = "no sender writes before a receiver reads: there is no path"
         return (Grid(said if is_path else "no number in every prompt", [], [], []),)

@@ -263,7 +263,7 @@ def heat(share: float) -> str:
     full = (33, 102, 172) if share > 0 else (178, 24, 43)
     size = min(1.0, abs(share))
     red, green, blue = (round(247 + size * (part - 247)) for part in full)
-    return f"{'white' if size > 0.55 else 'black'} on rgb({red},{green},{blue})"
+    return f"{'white' if size > 0.87 else 'black'} on rgb({red},{green},{blue})"
 
 
 def that_fit(widths: Sequence[int], room: int, first: int | None) -> range:
