@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from resid_patching.cli.flags import add_flags
 from resid_patching.cli.frame import (
     Parser,
     UsageError,
@@ -19,15 +20,14 @@ from resid_patching.cli.frame import (
 from resid_patching.cli.inputs import (
     add_answer_flags,
     add_prompt_flags,
-    count,
     read_lines,
     read_prompts,
 )
 from resid_patching.cli.output import body_of, deliver, model_text, require_files
 from resid_patching.cli.progress import Progress
-from resid_patching.cli.scores import METRICS, metric_name, new_metric, shared
+from resid_patching.cli.scores import METRIC_HELP, METRICS, metric_name, new_metric, shared
 from resid_patching.cli.sharing import Sharing, add_rows_flag, join
-from resid_patching.cli.text import TextWindows, add_text_key_flag, require_texts
+from resid_patching.cli.text import TextWindows, require_texts
 
 if TYPE_CHECKING:
     from resid_patching.ablation import Effect
@@ -48,6 +48,22 @@ _KINDS = {
     "resample": "the target is replaced by its value on other prompts",
 }
 
+_LIKE_TEXT = "a UTF-8 file, one prompt a line; with --text: a text, cut into windows like it"
+_KIND_FLAGS = {
+    "zero": {},
+    "mean": {
+        "--reference FILE !": f"what the mean is taken over: {_LIKE_TEXT}",
+        "--over batch|batch,pos !": "batch: one mean for each position; batch,pos: one for all "
+        "positions",
+    },
+    "resample": {
+        "--source FILE !": f"where values come from: {_LIKE_TEXT}",
+        "--pairing rowwise|shuffle = rowwise": "rowwise: prompt i takes the values of source i; "
+        "shuffle: of a drawn one, never its own",
+        "--seed N": "the seed of the shuffle",
+    },
+}
+
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     """The flags of `ablate`, one sub-command a kind."""
@@ -66,29 +82,34 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _add_flags(parser: argparse.ArgumentParser, kind: str) -> None:
-    parser.add_argument(
-        "targets",
-        nargs="*",
-        metavar="TARGET",
-        help="attn.6, mlp.0, 9.9 (a head), embed, resid_pre.6, 9.9.z, ...",
-    )
     sweeps = "; ".join(f"{name}: {text}" for name, text in _SWEEPS.items())
-    parser.add_argument("--sweep", choices=tuple(_SWEEPS), help=f"also {sweeps}")
-    parser.add_argument(
-        "--joint", action="store_true", help="replace all targets together (unset: one at a time)"
+    add_flags(
+        parser,
+        {
+            "targets TARGET*": "attn.6, mlp.0, 9.9 (a head), embed, resid_pre.6, 9.9.z, ...",
+            f"--sweep {'|'.join(_SWEEPS)}": f"also {sweeps}",
+            "--joint": "replace all targets together (unset: one at a time)",
+            "--positions P|each": "replace at this position alone, from 0, or from the end if "
+            "negative; each: at every position in turn (unset: at all together)",
+            **_KIND_FLAGS[kind],
+        },
+        positions=_position,
+        seed=int,
     )
-    parser.add_argument(
-        "--positions",
-        type=_position,
-        metavar="P|each",
-        help="replace at this position alone, from 0, or from the end if negative; each: at every "
-        "position in turn (unset: at all together)",
+    add_prompt_flags(parser)
+    add_flags(
+        parser,
+        {
+            "--text FILE": "a UTF-8 text of any length, or a .jsonl file, cut into windows",
+            "--text-key COLUMN": "what holds the text in a .jsonl file (default: text)",
+            "--length N": f"tokens of a window, its first token included (default: {_WINDOW}, or "
+            "the context where that is shorter)",
+            "--limit N": "windows taken from the text (unset: all)",
+            f"--metric {'|'.join(METRICS)}": f"{METRIC_HELP[:-1]}, loss with --text)",
+        },
     )
-    _add_kind_flags(parser, kind)
-    _add_input_flags(parser)
-    parser.add_argument(
-        "--top", type=count, default=15, metavar="N", help="rows shown (default: 15)"
-    )
+    add_answer_flags(parser)
+    add_flags(parser, {"--top N = 15": "rows shown"})
     add_rows_flag(parser)
     add_model_flags(parser)
     add_output_flags(parser)
@@ -101,65 +122,6 @@ def _position(text: str) -> int | str:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a position nor each") from None
-
-
-def _add_kind_flags(parser: argparse.ArgumentParser, kind: str) -> None:
-    windows = "; with --text: a text, cut into windows like it"
-    if kind == "mean":
-        parser.add_argument(
-            "--reference",
-            metavar="FILE",
-            required=True,
-            help=f"what the mean is taken over: a UTF-8 file, one prompt a line{windows}",
-        )
-        parser.add_argument(
-            "--over",
-            required=True,
-            choices=("batch", "batch,pos"),
-            metavar="batch|batch,pos",
-            help="batch: one mean for each position; batch,pos: one for all positions",
-        )
-    if kind == "resample":
-        parser.add_argument(
-            "--source",
-            metavar="FILE",
-            required=True,
-            help=f"where values come from: a UTF-8 file, one prompt a line{windows}",
-        )
-        parser.add_argument(
-            "--pairing",
-            default="rowwise",
-            choices=("rowwise", "shuffle"),
-            help="rowwise: prompt i takes the values of source i; shuffle: of a drawn one, never "
-            "its own (default: rowwise)",
-        )
-        parser.add_argument("--seed", type=int, metavar="N", help="the seed of the shuffle")
-
-
-def _add_input_flags(parser: argparse.ArgumentParser) -> None:
-    add_prompt_flags(parser)
-    parser.add_argument(
-        "--text",
-        metavar="FILE",
-        help="a UTF-8 text of any length, or a .jsonl file, cut into windows of tokens",
-    )
-    add_text_key_flag(parser)
-    parser.add_argument(
-        "--length",
-        type=count,
-        metavar="N",
-        help=f"tokens of a window, its first token included (default: {_WINDOW}, or the context "
-        "where that is shorter)",
-    )
-    parser.add_argument(
-        "--limit", type=count, metavar="N", help="windows taken from the text (unset: all)"
-    )
-    parser.add_argument(
-        "--metric",
-        choices=METRICS,
-        help="what is measured (unset: logit-diff with --answer and --foil, loss with --text)",
-    )
-    add_answer_flags(parser)
 
 
 @dataclass(frozen=True)

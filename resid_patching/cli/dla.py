@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from resid_patching.cli.flags import add_flags
 from resid_patching.cli.frame import Parser, add_model_flags, add_output_flags, load_model
 from resid_patching.cli.inputs import (
     add_answer_flags,
     add_prompt_flags,
-    add_top_flag,
     read_prompts,
 )
 from resid_patching.cli.output import body_of, deliver, model_text, require_files
@@ -36,19 +36,13 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         answer="unset: the model's top prediction",
         foil="unset: the mean over the vocabulary",
     )
-    parser.add_argument(
-        "--by",
-        default="head",
-        choices=("component", "head", "neuron"),
-        help="the grain of the rows (default: head)",
-    )
-    add_top_flag(parser)
-    parser.add_argument(
-        "--position",
-        type=int,
-        default=-1,
-        metavar="P",
-        help="the position scored, from 0, or from the end if negative (default: -1)",
+    add_flags(
+        parser,
+        {
+            "--by component|head|neuron = head": "the grain of the rows",
+            "--top N = 15": "rows shown",
+            "--position P = -1": "the position scored, from 0, or from the end if negative",
+        },
     )
     add_model_flags(parser)
     add_output_flags(parser)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from resid_patching.cli.flags import add_flags
 from resid_patching.cli.frame import (
     Parser,
     UsageError,
@@ -12,13 +13,7 @@ from resid_patching.cli.frame import (
     add_output_flags,
     load_model,
 )
-from resid_patching.cli.inputs import (
-    add_answer_flags,
-    add_prompt_flags,
-    add_top_flag,
-    count,
-    read_prompts,
-)
+from resid_patching.cli.inputs import add_answer_flags, add_prompt_flags, read_prompts
 from resid_patching.cli.lens_reading import (
     add_place_flags,
     beside,
@@ -53,24 +48,16 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 def _add_view_flags(parser: argparse.ArgumentParser) -> None:
     add_place_flags(parser, "in depth")
-    parser.add_argument(
-        "--mid", action="store_true", help="also read between attention and MLP of each layer"
-    )
-    parser.add_argument(
-        "--layers-every",
-        type=count,
-        default=1,
-        metavar="N",
-        help="read every so many layers; the last is always read (default: 1)",
-    )
-    add_top_flag(parser, 5, "top tokens in depth and in files")
-    parser.add_argument(
-        "--lens",
-        metavar="FOLDER",
-        help="read through this tuned lens instead: ours, the tuned-lens package's, or demo",
-    )
-    parser.add_argument(
-        "--beside", action="store_true", help="with --lens: also the logit lens, for comparison"
+    add_flags(
+        parser,
+        {
+            "--mid": "also read between attention and MLP of each layer",
+            "--layers-every N = 1": "read every so many layers; the last is always read",
+            "--top N = 5": "top tokens in depth and in files",
+            "--lens FOLDER": "read through this tuned lens instead: ours, the tuned-lens "
+            "package's, or demo",
+            "--beside": "with --lens: also the logit lens, for comparison",
+        },
     )
 
 

@@ -15,16 +15,8 @@ from resid_patching.cli.frame import (
     add_output_flags,
     load_model,
 )
-from resid_patching.cli.inputs import count
 from resid_patching.cli.output import body_of, deliver, model_text, require_files
-from resid_patching.cli.path_inputs import (
-    Inputs,
-    add_metric_flags,
-    add_pair_flags,
-    add_path_flags,
-    add_sender_flags,
-    read_inputs,
-)
+from resid_patching.cli.path_inputs import Inputs, add_path_patch_flags, read_inputs
 from resid_patching.cli.progress import Progress
 from resid_patching.cli.scores import ANSWERED, new_metric, shared
 from resid_patching.cli.sharing import Sharing, add_rows_flag, join
@@ -66,13 +58,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         epilog=f"Example: {prog} --sweep heads --to logits --mlps recompute --using resample "
         "--indirect-object 16 --seed 0 --corrupt names --positions END",
     )
-    add_sender_flags(parser)
-    add_path_flags(parser)
-    add_pair_flags(parser)
-    add_metric_flags(parser)
-    parser.add_argument(
-        "--top", type=count, default=15, metavar="N", help="rows shown (default: 15)"
-    )
+    add_path_patch_flags(parser)
     add_rows_flag(parser)
     add_model_flags(parser)
     add_output_flags(parser)
