@@ -65,7 +65,14 @@ if TYPE_CHECKING:
         read_pairs,
     )
     from resid_patching.prompts import Prompts, windows
-    from resid_patching.result import Axis, Provenance, Result
+    from resid_patching.result import (
+        Axis,
+        Comparison,
+        Provenance,
+        Result,
+        compare,
+        load_result,
+    )
     from resid_patching.run import Run, capture
     from resid_patching.stream import Overwrite, StreamReport, WriteScale, stream_report
 
@@ -123,7 +130,10 @@ _HOME = {
     "windows": "prompts",
     "Axis": "result",
     "Provenance": "result",
+    "Comparison": "result",
     "Result": "result",
+    "compare": "result",
+    "load_result": "result",
     "Run": "run",
     "capture": "run",
     "Overwrite": "stream",
@@ -187,7 +197,10 @@ __all__ = [
     "windows",
     "Axis",
     "Provenance",
+    "Comparison",
     "Result",
+    "compare",
+    "load_result",
     "Run",
     "capture",
     "Overwrite",

@@ -43,6 +43,7 @@ class AttentionPatterns(Result):
     """
 
     kind: ClassVar[str] = "attention"
+    ordered: ClassVar[bool] = True
 
     token_texts: tuple[tuple[str, ...], ...]
 
@@ -85,12 +86,50 @@ class AttentionPatterns(Result):
         largest = frame.groupby(["order", *places], sort=False).head(k)
         return largest.drop(columns="order").reset_index(drop=True)
 
-    def _ranked(self) -> tuple[pandas.DataFrame, str]:
-        return self.to_frame(), ""  # each query and key of each prompt is a cell of its own
+    def table(self) -> pandas.DataFrame:
+        """Where each head looks from each prompt's last token."""
+        return self.looks()
+
+    def _cells(self) -> pandas.DataFrame:
+        return self.to_frame()  # each query and key of each prompt is a cell of its own
+
+    @property
+    def row_name(self) -> str:
+        """What a row of the table is called."""
+        return "look"
+
+    @property
+    def caption(self) -> str:
+        """What the numbers of the table are."""
+        return "weights of the keys that each head looks at most"
+
+    def headings(self) -> dict[str, str]:
+        """The columns of the table, each with the name above it."""
+        names = {"query": "looks from", "query_token": "token", "key": "looks at"}
+        names |= {"key_token": "token there"}
+        return {str(name): names.get(str(name), str(name)) for name in self.table().columns}
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """The model that ran, how many prompts, and where rows do not sum to 1."""
+        least = float(self.row_sums[~self.row_sums.isnan()].min())
+        short = least < 1 - _slack(self.values)
+        sums = (("rows", f"sum to {least:.4g} or more: the rest goes to no token"),)
+        return (*super().facts(), *(sums if short else ()))
+
+    def caveats(self) -> tuple[str, ...]:
+        """What a pattern does not say."""
+        return (
+            "A large weight says that a head reads from a token, not that what it reads matters: "
+            "ablate the head to learn that.",
+        )
+
+    def pictures(self) -> tuple[str, ...]:
+        """The function in `resid_patching.plots` that draws it."""
+        return ("attention",)
 
     def to_frame(self) -> pandas.DataFrame:
         """Long form: head, prompt, query, query_token, key, key_token, value; what exists."""
-        frame = super().to_frame().dropna(subset=["value"]).rename(columns={"batch": "prompt"})
+        frame = super().to_frame().dropna(subset=["value"])
         for place, column in (("query", 3), ("key", 5)):
             cells = zip(frame["prompt"], frame[place], strict=True)
             frame.insert(column, f"{place}_token", [self.token_texts[b][p] for b, p in cells])

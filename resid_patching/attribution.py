@@ -23,7 +23,7 @@ Source: Elhage et al. 2021; Wang et al. 2022 (arXiv 2211.00593), section 3.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -32,6 +32,7 @@ from torch import Tensor
 from resid_patching.address import FinalNormBias, UnembedBias
 from resid_patching.decomposition import By, decompose
 from resid_patching.errors import GapError, TokenError
+from resid_patching.markup import quoted
 from resid_patching.models import TOLERANCE, ModelView, exact, require, require_finite_at
 from resid_patching.prompts import PositionIndex, Positions, Tokens, tokens_for
 from resid_patching.result import Axis, Result, provenance
@@ -89,27 +90,61 @@ class Attribution(Result):
         """The rows that no part of the model computes from the prompt."""
         return (str(FinalNormBias()), str(UnembedBias()))
 
-    def top(self, k: int = 10, *, by: Literal["abs", "signed"] = "abs") -> pandas.DataFrame:
-        """The k rows that wrote most towards or against the answer, by their mean over prompts.
+    adds_up: ClassVar[bool] = True  # the rows sum to a number that means something
 
-        Args:
-            k: how many.
-            by: `abs` ranks by size, so that rows against the answer are seen; `signed` by value.
+    def table(self) -> pandas.DataFrame:
+        """One row a component and position: component, layer, head, position, (se,) value.
 
-        Returns:
-            A data frame: component, pos, value. Of one prompt it says the token at each position
-            (component, pos, token, value); of several, `pos` is the position that was asked for
-            ("own": each prompt's own), and positions that not every prompt has are left out.
-
-        Raises:
-            ValueError: `by` is neither.
+        Of one prompt it says the token at each position. Of several, `position` is the one that
+        was asked for ("own": each prompt's own), values are means over prompts beside their
+        standard error, and positions that not every prompt has are NaN.
         """
-        return super().top(k, by=by)
-
-    def _ranked(self) -> tuple[pandas.DataFrame, str]:
         if len(self.answers) > 1:
-            return super()._ranked()
-        return self.to_frame().drop(columns="batch"), ""
+            return super().table()
+        return self.to_frame().drop(columns="prompt")
+
+    def headings(self) -> dict[str, str]:
+        """Component, position and token where there are several, value and standard error."""
+        columns = {"component": "component"}
+        if len(self.axis("pos").labels) > 1:
+            columns["position"] = "position"
+            columns |= {"token": "token"} if len(self.answers) == 1 else {}
+        columns["value"] = self.unit
+        return columns | ({"se": "se"} if len(self.answers) > 1 else {})
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """What is scored, the sum of the rows, the model's own difference and the gap."""
+        mean = "mean " if len(self.answers) > 1 else ""
+        rows = [
+            (f"{mean}sum of all {len(self.components)} rows", self._mean(self.total)),
+            ("the model's own difference", self._mean(self.model_value)),
+            ("largest gap", f"{float(self.gap[self.gap.isfinite()].max()):.1e}"),
+        ]
+        means = self.values.detach().cpu().double().nanmean((1, 2))
+        parts = [f"{n} {float(means[self.components.index(n)]):+.4f}" for n in self.constants]
+        rows.append(("constants", ", ".join(parts)))
+        if self.capped_value is not None:
+            rows.append(("after the output softcap", self._mean(self.capped_value)))
+        if len(self.answers) == 1:
+            against = "the vocabulary mean"
+            if self.foil_texts is not None:
+                against = quoted(self.foil_texts[0])
+            rows.insert(0, ("score", f"{quoted(self.answer_texts[0])} against {against}"))
+        return (*rows, *super().facts())
+
+    def _mean(self, values: Tensor) -> str:
+        return f"{float(values.detach().cpu().double().nanmean()):+.4f} {self.unit}"
+
+    def caveats(self) -> tuple[str, ...]:
+        """That a row is a direct effect."""
+        return ("A row is a direct effect: a part that acts through later parts scores near zero.",)
+
+    def pictures(self) -> tuple[str, ...]:
+        """Its grid of heads or positions, its bars and its sum along depth."""
+        if len(self.axis("pos").labels) > 1:
+            return ("show",)
+        heads = ("heatmap",) if self.by == "head" else ()
+        return (*heads, "attribution_bars", "accumulated")
 
     def sel(self, **labels: object) -> Tensor:
         """Values at labels, those axes dropped.
@@ -134,16 +169,19 @@ class Attribution(Result):
         return reduced.sel(**rest)
 
     def to_frame(self) -> pandas.DataFrame:
-        """Long form: component, batch, pos, token, value; one row a cell that exists."""
+        """Long form: component, layer, head, prompt, position, token, value.
+
+        One row a cell that exists.
+        """
         frame = super().to_frame()
         n_parts = self.values.shape[0]
         index = self.position_index.cpu().flatten().repeat(n_parts).numpy()
-        frame["pos"] = index
-        rows = frame["batch"].to_numpy()
+        frame["position"] = index
+        rows = frame["prompt"].to_numpy()
         texts = self.token_texts
         tokens = [texts[b][p] if p >= 0 else "" for b, p in zip(rows, index, strict=True)]
-        frame.insert(3, "token", tokens)
-        return frame.loc[frame["pos"] >= 0].reset_index(drop=True)
+        frame.insert(list(frame.columns).index("position") + 1, "token", tokens)
+        return frame.loc[frame["position"] >= 0].reset_index(drop=True)
 
 
 @exact()

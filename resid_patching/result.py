@@ -6,32 +6,53 @@
     provenance   model, TransformerLens, processing state, dtype, tokens, the plan as text
 
 No axis is averaged silently. Undefined cells are NaN, never 0.
+
+Every result says itself what is shown of it, on a terminal, a page or in a notebook:
+
+    result.table()      its rows as a data frame, means over prompts beside their standard error
+    result.facts()      a few labelled lines
+    result.caveats()    what it does not say
+    result.pictures()   names of functions in `resid_patching.plots`
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
+import os
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from resid_patching.errors import ResultFormatError
+from resid_patching.address import Head, parse
+from resid_patching.errors import AddressError, ResultFormatError
 from resid_patching.files import checksum, read_json
-from resid_patching.markup import table
 from resid_patching.models import ModelView, report
 from resid_patching.prompts import Prompts
+from resid_patching.shown import Shown, ranked
 from resid_patching.version import __version__
 
 if TYPE_CHECKING:
     import pandas
 
 FORMAT_VERSION = 2  # 1 had no checksum
-_ROWS_SHOWN = 10  # in notebooks
+# Where the kinds of results are defined.
+_HOMES = {
+    "result": "result",
+    "comparison": "result",
+    "attribution": "attribution",
+    "effect": "ablation",
+    "stream_report": "stream",
+    "lens": "lens.results",
+    "lens_top_tokens": "lens.results",
+}
+_COLUMNS = {"batch": "prompt", "pos": "position"}  # axes, as data frames call them
 R = TypeVar("R", bound="Result")
 
 
@@ -112,7 +133,7 @@ def provenance(view: ModelView, prompts: Prompts, plan: str) -> Provenance:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Result:
+class Result(Shown):
     """Values on labelled axes.
 
     Attributes:
@@ -137,20 +158,6 @@ class Result:
         shape = " × ".join(f"{len(axis.labels)} {axis.name}" for axis in self.axes)
         return f"{type(self).__name__}({self.provenance.plan}; {shape}; {self.unit})"
 
-    def _repr_html_(self) -> str:
-        """A line that says what this is, and its first rows, for notebooks; no script."""
-        frame, which = self._rows_shown()
-        rows = [[_short(cell) for cell in row] for row in frame.itertuples(index=False)]
-        return table([str(name) for name in frame.columns], rows, f"{self!r}: {which}")
-
-    def _rows_shown(self) -> tuple[pandas.DataFrame, str]:
-        """What a notebook shows of the result, and which rows these are."""
-        everything, over = self._ranked()
-        n = len(everything.dropna(subset=["value"]))
-        frame = self.top(_ROWS_SHOWN)
-        which = f"the {len(frame)} largest of {n} cells, by size" if len(frame) < n else "all"
-        return frame, f"{which}; {over}" if over else which
-
     def axis(self, name: str) -> Axis:
         """An axis by name.
 
@@ -160,6 +167,8 @@ class Result:
         if name == "reader" and all(axis.name != name for axis in self.axes):
             warnings.warn("the axis reader is now receiver", DeprecationWarning, stacklevel=3)
             name = "receiver"
+        if all(axis.name != name for axis in self.axes):  # by the name of a data frame's column
+            name = {new: old for old, new in _COLUMNS.items()}.get(name, name)
         for axis in self.axes:
             if axis.name == name:
                 return axis
@@ -185,50 +194,105 @@ class Result:
         return self.axis(name).index(label)
 
     def top(self, k: int = 10, *, by: Literal["abs", "signed"] = "abs") -> pandas.DataFrame:
-        """The k largest cells in long form, each its mean over prompts.
+        """The k largest rows of the table, ranked by their means over prompts.
 
-        Results about each token (of a lens, of the running total) have a cell for each token of
+        Results about each token (of a lens, of the running total) have a row for each token of
         each prompt instead, and name both.
 
         Args:
             k: how many.
-            by: `abs` ranks by size, so that strong negative cells are seen; `signed` by value.
+            by: `abs` ranks by size, so that strong negative rows are seen; `signed` by value.
 
         Returns:
-            A data frame: a column for each axis but `batch`, and `value` last. A cell that not
-            every prompt has, such as a late position, is left out.
+            The first rows of `table`, sorted. A row that not every prompt has, such as a late
+            position, is left out.
 
         Raises:
             ValueError: `by` is neither.
         """
         if by not in ("abs", "signed"):
             raise ValueError(f"by is 'abs' or 'signed', got {by!r}")
-        frame = self._ranked()[0].dropna(subset=["value"])
-        key = frame["value"].abs() if by == "abs" else frame["value"]
-        order = key.sort_values(ascending=False, kind="stable").index[:k]
-        return frame.loc[order].reset_index(drop=True)
+        known: Any = ranked(self._cells())
+        if by == "signed":
+            known = known.sort_values("value", ascending=False, kind="stable")
+        return known[:k].reset_index(drop=True)
 
-    def _ranked(self) -> tuple[pandas.DataFrame, str]:
-        """The cells that `top` ranks, in long form, and what their means were taken over."""
+    def _cells(self) -> pandas.DataFrame:
+        """What `top` ranks."""
+        return self.table()
+
+    def table(self) -> pandas.DataFrame:
+        """The mean over prompts of each cell, `value`, beside its standard error `se`.
+
+        With one prompt there is no `se`. Results about each token have a row for each token of
+        each prompt instead.
+        """
         names = [axis.name for axis in self.axes]
         if "batch" not in names:
-            return self.to_frame(), ""
+            return self.to_frame()
         place = names.index("batch")
-        n = len(self.axes[place].labels)
-        values = self.values.detach().to("cpu", torch.float64).mean(place)
+        values = self.values.detach().to("cpu", torch.float64)
         axes = tuple(axis for axis in self.axes if axis.name != "batch")
-        frame = Result(values, axes, self.unit, self.provenance).to_frame()
-        return frame, f"mean over {n} prompts" if n > 1 else ""
+        frame = Result(values.mean(place), axes, self.unit, self.provenance).to_frame()
+        if (n := values.shape[place]) > 1:
+            se = values.std(place) / n**0.5
+            frame.insert(len(frame.columns) - 1, "se", se.flatten().numpy())
+        return frame
+
+    @property
+    def averaged(self) -> str:
+        """What the rows of the table are means of, in words; nothing where they are none."""
+        n = self.provenance.n_prompts
+        is_mean = n > 1 and any(axis.name == "batch" for axis in self.axes)
+        return f"mean over {n} prompts" if is_mean else ""
+
+    @property
+    def caption(self) -> str:
+        """The unit, and what the numbers are means of."""
+        error = "se: standard error of the mean" if "se" in self.headings() else ""
+        return "; ".join(filter(None, [f"{self.kind} in {self.unit}", self.averaged, error]))
+
+    def headings(self) -> dict[str, str]:
+        """The columns that are shown; not the numbers of layer and head, which the names say."""
+        columns = [str(name) for name in self.table().columns]
+        kept = [n for n in columns if n not in ("layer", "head", "se") or n == columns[0]]
+        return {name: name for name in [*kept, *(["se"] if "se" in columns else [])]}
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """The model that ran, its weights' state, and how many prompts."""
+        origin = self.provenance
+        return (
+            (
+                "model",
+                f"{origin.model} ({origin.backend}, TransformerLens {origin.transformer_lens}), "
+                f"{origin.processing}, {origin.dtype}",
+            ),
+            ("prompts", str(origin.n_prompts)),
+        )
 
     def to_frame(self) -> pandas.DataFrame:
-        """Long form: one row a cell, a column for each axis, `value` last."""
+        """Long form: one row a cell, a column for each axis, `value` last.
+
+        The axes `batch` and `pos` are the columns `prompt` and `position`. Addresses are followed
+        by their `layer` and `head`, where they have one.
+        """
         import pandas
 
-        index = pandas.MultiIndex.from_product(
-            [axis.labels for axis in self.axes], names=[axis.name for axis in self.axes]
-        )
+        names = [_COLUMNS.get(axis.name, axis.name) for axis in self.axes]
+        index = pandas.MultiIndex.from_product([axis.labels for axis in self.axes], names=names)
         values = self.values.detach().to("cpu", torch.float64).flatten().numpy()
-        return pandas.DataFrame({"value": values}, index=index).reset_index()
+        frame = pandas.DataFrame({"value": values}, index=index).reset_index()
+        if names and names[0] in ("target", "component", "write"):
+            places = {str(label): _place_of(str(label)) for label in self.axes[0].labels}
+            for number, name in enumerate(("layer", "head"), start=1):
+                if any(place[number - 1] is not None for place in places.values()):
+                    column = [places[str(label)][number - 1] for label in frame[names[0]]]
+                    frame.insert(number, name, pandas.array(column, dtype="Int64"))
+        return frame
+
+    def __sub__(self, other: Result) -> Comparison:
+        """This result beside another: `compare(self, other)`."""
+        return compare(self, other)
 
     def to_json(self) -> str:
         """The result as JSON text; NaN is written as null. `from_json` reads it back.
@@ -260,7 +324,8 @@ class Result:
                 f"format version {body.get('version')} was found; this version of the package "
                 f"reads 1 and {FORMAT_VERSION}"
             )
-        names = [field.name for field in dataclasses.fields(cls)]
+        fields = dataclasses.fields(cls)
+        names = [f.name for f in fields if f.name in body or f.default is dataclasses.MISSING]
         try:
             covered = {name: body[name] for name in ("format", "version", "kind", *names)}
             if body["version"] != 1 and body.get("sha256") != checksum(covered):
@@ -278,10 +343,119 @@ class Result:
             raise ResultFormatError(f"the {cls.kind} is incomplete or damaged: {error}") from error
 
 
-def _short(cell: Any) -> str:
-    if not isinstance(cell, float):
-        return str(cell)
-    return "" if math.isnan(cell) else f"{cell:.5g}"
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison(Result):
+    """Two results side by side: values are their difference, a - b.
+
+    Attributes:
+        a: the first result's values.
+        b: the second's.
+        plans: what was computed in each, in words.
+    """
+
+    kind: ClassVar[str] = "comparison"
+
+    a: Tensor
+    b: Tensor
+    plans: tuple[str, ...]
+
+    def to_frame(self) -> pandas.DataFrame:
+        """Long form: a column for each axis, a, b, and `value`, their difference."""
+        frame = super().to_frame()
+        for name, values in (("a", self.a), ("b", self.b)):
+            flat = values.detach().to("cpu", torch.float64).flatten().numpy()
+            frame.insert(len(frame.columns) - 1, name, flat)
+        return frame
+
+    def table(self) -> pandas.DataFrame:
+        """Means over prompts: a, b, and `value`, their difference, beside its standard error."""
+        names = [axis.name for axis in self.axes]
+        if "batch" not in names:
+            return self.to_frame()
+        frame = super().table()
+        place = list(frame.columns).index("se") if "se" in frame else len(frame.columns) - 1
+        for name, values in (("b", self.b), ("a", self.a)):
+            mean = values.detach().to("cpu", torch.float64).mean(names.index("batch"))
+            frame.insert(place, name, mean.flatten().numpy())
+        return frame
+
+    def headings(self) -> dict[str, str]:
+        """The axes, a, b and their difference."""
+        return {**super().headings(), "value": "difference"}
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """What a and b are."""
+        return (*zip(("a", "b"), self.plans, strict=True), *super().facts())
+
+    def caveats(self) -> tuple[str, ...]:
+        """That the difference has a direction."""
+        return ("difference: a - b, on the same prompts.",)
+
+
+def compare(a: Result, b: Result) -> Comparison:
+    """Two results of one kind side by side; also written `a - b`.
+
+    Args:
+        a: a result, such as an attribution of an ablated run.
+        b: another of the same kind, with the same axes, unit, prompts and scored tokens.
+
+    Returns:
+        A `Comparison` on the same axes: a, b and a - b.
+
+    Raises:
+        ValueError: they cannot be set side by side; it says what differs.
+    """
+    pairs: dict[str, tuple[Any, Any]] = {
+        "kinds": (getattr(a, "kind", type(a).__name__), getattr(b, "kind", type(b).__name__))
+    }
+    if isinstance(a, Result) and isinstance(b, Result):
+        pairs["axes"] = _axes_text(a), _axes_text(b)
+        pairs["units"] = a.unit, b.unit
+        pairs["prompts"] = a.provenance.tokens, b.provenance.tokens
+        for name in ("metric", "answers", "foils"):
+            pairs[name] = getattr(a, name, None), getattr(b, name, None)
+    for what, (one, other) in pairs.items():
+        if one != other:
+            raise ValueError(f"two results are compared cell by cell: {what} {one} and {other}")
+    if a.axes != b.axes:
+        raise ValueError("two results are compared cell by cell, but the labels of axes differ")
+    plans = a.provenance.plan, b.provenance.plan
+    origin = dataclasses.replace(a.provenance, plan=f"{plans[0]}, minus {plans[1]}")
+    values = a.values - b.values.to(a.values)
+    return Comparison(values, a.axes, a.unit, origin, a.values, b.values, plans)
+
+
+def _axes_text(result: Result) -> str:
+    return " × ".join(f"{len(axis.labels)} {axis.name}" for axis in result.axes)
+
+
+def load_result(path: str | os.PathLike[str]) -> Result:
+    """Reads a result of any kind from a JSON file, as `to_json` or a command's --json wrote it.
+
+    Raises:
+        ResultFormatError: the file holds no result, or not what was written.
+        OSError: it cannot be read.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    kind = _load_object(text).get("kind")
+    if not isinstance(kind, str) or kind not in _HOMES:
+        known = ", ".join(_HOMES)
+        raise ResultFormatError(f"{path} holds no result: its kind is {kind!r}, none of {known}")
+    importlib.import_module(f"resid_patching.{_HOMES[kind]}")
+    found = [Result]
+    for one in found:  # grows while it is walked
+        found += one.__subclasses__()
+    return next(one for one in found if one.kind == kind).from_json(text)
+
+
+def _place_of(label: str) -> tuple[int | None, int | None]:
+    """The layer and the head of an address; None where it has none, or is of several parts."""
+    try:
+        address = parse(label)
+    except AddressError:
+        return None, None
+    layer = getattr(address, "layer", None)
+    return layer, address.head if isinstance(address, Head) else None
 
 
 def _load_object(text: str) -> dict[str, Any]:

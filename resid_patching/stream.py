@@ -129,44 +129,107 @@ class StreamReport(Result):
         n = torch.tensor([len(texts) for texts in self.token_texts], device=self.gap.device)
         return torch.arange(self.gap.shape[1], device=self.gap.device) < n[:, None]
 
-    def _ranked(self) -> tuple[pandas.DataFrame, str]:
-        return self.to_frame(), ""  # each token of each prompt is a cell of its own
+    ordered: ClassVar[bool] = True
+
+    def _cells(self) -> pandas.DataFrame:
+        return self.to_frame()  # each token of each prompt is a cell of its own
 
     def to_frame(self) -> pandas.DataFrame:
-        """Long form: write, batch, pos, write_norm, stream_norm, cosine, value (the share)."""
+        """Long form: write, layer, prompt, position, token, write_norm, stream_norm, cosine, value.
+
+        The value is the share; one row a cell that exists.
+        """
         frame = super().to_frame()
         columns = {
             "write_norm": self.write_norm,
             "stream_norm": self.stream_norm,
             "cosine": self.cosine,
         }
-        for place, (name, tensor) in enumerate(columns.items(), start=3):
+        for name, tensor in columns.items():
             flat = tensor.detach().to("cpu", torch.float64).flatten().numpy()
-            frame.insert(place, name, flat)
+            frame.insert(len(frame.columns) - 1, name, flat)
+        texts = self.token_texts
+        n_prompts, width = self.start_norm.shape
+        cells = [
+            texts[n][p] if p < len(texts[n]) else None
+            for n in range(n_prompts)
+            for p in range(width)
+        ]
+        place = list(frame.columns).index("position") + 1
+        frame.insert(place, "token", cells * len(self.writes))
         return frame
 
-    def summary(self) -> pandas.DataFrame:
-        """Means over all real positions of all prompts, one row a write.
+    def table(self) -> pandas.DataFrame:
+        """Means over all real positions of all prompts, one row a write, in order.
 
         Returns:
-            A data frame: write, n (positions that are averaged), mean_write_norm,
+            A data frame: write, layer, n (positions that are averaged), mean_write_norm,
             mean_stream_norm, mean_share, mean_cosine.
         """
+        frame = self.to_frame().drop(columns=["head", "token"], errors="ignore")
+        means: Any = frame.groupby(["write", "layer"], sort=False).mean()
+        means = means.drop(columns=["prompt", "position"]).rename(columns={"value": "share"})
+        columns = ["write_norm", "stream_norm", "share", "cosine"]
+        means = means[columns].add_prefix("mean_")
+        means.insert(0, "n", int((~self.start_norm.isnan()).sum()))
+        return means.reset_index()
+
+    def survivals(self) -> pandas.DataFrame:
+        """Cosine of the last state with the start: prompt, position, token, survival."""
         import pandas
 
-        def mean(tensor: Tensor) -> Any:
-            return tensor.detach().to("cpu", torch.float64).flatten(1).nanmean(1).numpy()
+        labels = self.axis("pos").labels
+        rows = [
+            (n, labels[p], text, float(self.survival[n, p]))
+            for n, texts in enumerate(self.token_texts)
+            for p, text in enumerate(texts)
+        ]
+        return pandas.DataFrame(rows, columns=["prompt", "position", "token", "survival"])
 
-        return pandas.DataFrame(
-            {
-                "write": self.writes,
-                "n": int((~self.start_norm.isnan()).sum()),
-                "mean_write_norm": mean(self.write_norm),
-                "mean_stream_norm": mean(self.stream_norm),
-                "mean_share": mean(self.share),
-                "mean_cosine": mean(self.cosine),
-            }
+    @property
+    def averaged(self) -> str:
+        """What the rows of the table are means of."""
+        n = int((~self.start_norm.isnan()).sum())
+        return f"mean over {n} positions" if n > 1 else "one position"
+
+    @property
+    def caption(self) -> str:
+        """What the rows are means of."""
+        return f"running total, {self.how or 'clean'}; {self.averaged}"
+
+    def headings(self) -> dict[str, str]:
+        """Write, norms, share and cosine."""
+        return {
+            "write": "write",
+            "mean_write_norm": "norm",
+            "mean_stream_norm": "stream after",
+            "mean_share": "share",
+            "mean_cosine": "cosine with start",
+        }
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """The intervention, the start's norm, mean survival, and how exact the sum is."""
+        overwrites = self.how == str(Overwrite())
+        start = float(self.start_norm.cpu().double().nanmean())
+        survival = float(self.survival.cpu().double().nanmean())
+        gap = f"{self.exactness:.1e}, {self.relative_exactness:.1e} of the largest entry summed"
+        return (
+            ("intervention", self.how or "none: the clean run"),
+            ("norm of the start", f"{start:.3f}"),
+            ("mean survival, cos(start, last state)", f"{survival:+.4f}"),
+            (f"largest |{'last write' if overwrites else 'start + all writes'} - last state|", gap),
+            *super().facts(),
         )
+
+    def caveats(self) -> tuple[str, ...]:
+        """What a share and a cosine are not."""
+        return (
+            "A large share is not a large effect: norms say how much was written, not what for.",
+        )
+
+    def pictures(self) -> tuple[str, ...]:
+        """Norms, shares and cosine by depth."""
+        return ("stream",)
 
 
 def stream_report(

@@ -27,12 +27,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import pandas  # noqa: E402
 import torch  # noqa: E402
 from devices.identities import Finding, check  # noqa: E402
 from devices.models import subjects  # noqa: E402
 
-from resid_patching.cli.screen import console, fancy, new_table  # noqa: E402
 from resid_patching.models import float64_home  # noqa: E402
+from resid_patching.show.report import Table  # noqa: E402
+from resid_patching.show.text import console, print_table  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -175,25 +177,26 @@ def _print(
     out = console()
     about = machine(device)
     out.print(", ".join(f"{name} {value}" for name, value in about.items()), soft_wrap=True)
-    table = new_table("model", "hold", "of bound", "nearest to its bound")
+    rows = []
     for (model, dtype), group in _groups(found).items():
         holds = sum(verdict.finding.holds for verdict in group)
         nearest = max(group, key=lambda verdict: _share(verdict.finding))
         share = f"{_share(nearest.finding):.0%}"  # of what rounding is allowed
         name = nearest.finding.name[:44]
-        table.add_row(f"{model}, {dtype}", f"{holds}/{len(group)}", share, name)
-    out.print(table, soft_wrap=not fancy())
+        rows.append((f"{model}, {dtype}", f"{holds}/{len(group)}", share, name))
+    columns = ["model", "hold", "of bound", "nearest to its bound"]
+    print_table(out, Table(pandas.DataFrame(rows, columns=columns)))
     for verdict in found:
         if everything or not verdict.finding.holds:
             word = "holds" if verdict.finding.holds else "FAILS"
             out.print(f"{word}  {_line(verdict)}", soft_wrap=True)
     if times:
-        table = new_table("row, on GPT-2 small's shape", "device", "dtype", "seconds", "peak, MB")
+        rows = []
         for timing in times:
             peak = "" if timing.peak_mb is None else f"{timing.peak_mb:.0f}"
-            cells = (timing.row, timing.device, timing.dtype, f"{timing.seconds:.3g}", peak)
-            table.add_row(*cells)
-        out.print(table, soft_wrap=not fancy())
+            rows.append((timing.row, timing.device, timing.dtype, f"{timing.seconds:.3g}", peak))
+        columns = ["row, on GPT-2 small's shape", "device", "dtype", "seconds", "peak, MB"]
+        print_table(out, Table(pandas.DataFrame(rows, columns=columns)))
 
 
 def _groups(found: list[Verdict]) -> dict[tuple[str, str], list[Verdict]]:

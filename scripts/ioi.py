@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+from resid_patching.cli.flags import add_flags  # noqa: E402
 from resid_patching.cli.frame import (  # noqa: E402
     Parser,
     add_model_flags,
@@ -37,8 +38,8 @@ from resid_patching.cli.frame import (  # noqa: E402
     require_writable,
     run_guarded,
 )
-from resid_patching.cli.inputs import count  # noqa: E402
-from resid_patching.cli.screen import console  # noqa: E402
+from resid_patching.show.html import page_of  # noqa: E402
+from resid_patching.show.text import console, print_report  # noqa: E402
 
 if TYPE_CHECKING:
     from ioi_study import Study
@@ -52,36 +53,28 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         "paths to the logits, paths to queries, and a knock-out of what was found.",
         epilog=f"Example: {prog} --model demo --html ioi.html",
     )
-    task = parser.add_argument_group("study")
-    task.add_argument("--prompts", type=count, default=32, metavar="N", help="pairs (default: 32)")
-    task.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of prompts and random sets (default: 0)"
-    )
-    task.add_argument(
-        "--corrupt",
-        choices=("names", "swap"),
-        default="names",
-        help="the source has three other names, or the other of the two as its giver "
-        "(default: names)",
-    )
-    task.add_argument(
-        "--heads", type=count, default=3, metavar="K", help="strongest heads followed (default: 3)"
-    )
-    task.add_argument(
-        "--random-sets",
-        type=count,
-        default=20,
-        metavar="M",
-        help="random sets of other heads in the knock-out (default: 20)",
+    add_flags(
+        parser.add_argument_group("study"),
+        {
+            "--prompts N = 32": "pairs",
+            "--seed N = 0": "of prompts and random sets",
+            "--corrupt names|swap = names": "the source has three other names, or the other of "
+            "the two as its giver",
+            "--heads N = 3": "strongest heads followed",
+            "--random-sets N = 20": "random sets of other heads in the knock-out",
+        },
+        seed=int,
     )
     add_model_flags(parser)
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--top", type=count, default=10, metavar="N", help="rows shown in tables (default: 10)"
+    add_flags(
+        parser.add_argument_group("output"),
+        {
+            "--top N = 10": "rows shown in tables",
+            "--json FILE": "write all numbers as JSON",
+            "--html FILE": "write a page with tables and pictures",
+            "--debug": "show tracebacks and library warnings",
+        },
     )
-    output.add_argument("--json", metavar="FILE", help="write all numbers as JSON")
-    output.add_argument("--html", metavar="FILE", help="write a page with tables and pictures")
-    output.add_argument("--debug", action="store_true", help="show tracebacks and library warnings")
     return parser
 
 
@@ -94,7 +87,6 @@ def run(arguments: argparse.Namespace) -> None:
         require_plotly()
     model, stand_in = load_model(arguments)
 
-    import ioi_page
     import ioi_report
     from ioi_study import study
 
@@ -110,15 +102,16 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         prepend_bos=arguments.prepend_bos,
     )
-    sections = ioi_report.sections(found, top=arguments.top)
+    report = ioi_report.report(found, top=arguments.top, stand_in=stand_in)
+    flags = {f"--{n.replace('_', '-')}": value for n, value in _flags(arguments).items()}
     files = {
         arguments.json: lambda: as_json(found, arguments, stand_in),
-        arguments.html: lambda: ioi_page.page(found, sections, stand_in, _flags(arguments)),
+        arguments.html: lambda: page_of(report, flags).html(),
     }
     texts = {path: text() for path, text in files.items() if path is not None}
     for path, text in texts.items():
         write_text(path, text)
-    ioi_report.print_report(console(), found, sections, stand_in)
+    print_report(console(), report)
 
 
 def _pairs(view: Any, arguments: argparse.Namespace) -> Any:

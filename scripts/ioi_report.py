@@ -1,17 +1,27 @@
-"""The words, tables and grids of the study's report, and how a terminal shows them."""
+"""The words, tables and pictures of the study's report."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import pandas
 
 import resid_patching as rp
 from resid_patching.address import MLP, Head
-from resid_patching.cli.effects import print_cells
-from resid_patching.cli.screen import bar, fancy, new_table, print_line, print_model, quoted
-from resid_patching.markup import printable
+from resid_patching.cli.output import model_text
+from resid_patching.markup import number_text, quoted
+from resid_patching.show.report import (
+    Report,
+    Section,
+    Table,
+    by_layer_and_head,
+    drawn,
+    table_of,
+    token_items,
+)
 
 if TYPE_CHECKING:
     from ioi_study import Study
@@ -71,123 +81,89 @@ _WORDS = {
     ),
 }
 
-Facts = tuple[tuple[str, tuple[str, ...]], ...]
 
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text under column names; `sizes` are drawn as bars where given."""
-
-    columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-    sizes: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Grid:
-    """Numbers of heads, layer by head: an effect of one receiver, or an attribution."""
-
-    title: str
-    result: rp.Effect | rp.Attribution
-
-
-@dataclass(frozen=True)
-class Bars:
-    """Named numbers, and one that they are compared with."""
-
-    title: str
-    unit: str
-    values: Mapping[str, float]
-    mark: float
-
-
-@dataclass(frozen=True, eq=False)
-class Section:
-    """A step of the study: what its numbers say, what they do not say, and the numbers."""
-
-    title: str
-    says: str
-    limits: str
-    facts: Facts = ()
-    tables: tuple[Table, ...] = ()
-    grids: tuple[Grid, ...] = ()
-    bars: Bars | None = None
-
-
-def sections(found: Study, *, top: int) -> list[Section]:
+def report(found: Study, *, top: int, stand_in: str | None) -> Report:
     """The report.
 
     Args:
         found: the study.
-        top: rows of a table.
+        top: rows of a table on a terminal.
+        stand_in: says so where the shipped model stands in for another.
     """
-    return [
-        Section(*_WORDS["prompts"], facts=(*_prompt_facts(found), *_baseline_facts(found))),
-        _attribution(found, top),
-        _to_logits(found, top),
-        _to_queries(found, top),
-        _knock_out(found),
-        _alone(found),
-    ]
+    origin, pairs = found.to_logits.provenance, found.pairs
+    columns = {"base": pairs.base, "source": pairs.source}
+    columns |= {"answer": pairs.answers or (), "against": pairs.foils or ()}
+    return Report(
+        title=f"Indirect objects in {origin.model}",
+        origin=origin,
+        model=model_text(found.run.view, origin),
+        sections=(
+            _section("prompts", facts=(*_prompt_facts(found), *_baseline_facts(found))),
+            _attribution(found, top),
+            _to_logits(found, top),
+            _to_queries(found, top),
+            _knock_out(found),
+            _alone(found),
+        ),
+        prompts=pandas.DataFrame({name: list(texts) for name, texts in columns.items()}),
+        stand_in=stand_in,
+    )
+
+
+def _section(step: str, **parts: Any) -> Section:
+    title, says, limits = _WORDS[step]
+    return Section(title, says, caveats=(limits,), **parts)
 
 
 # The sections
 
 
-def _prompt_facts(found: Study) -> Facts:
-    texts = found.run.prompts.token_texts[0]
-    facts: list[tuple[str, tuple[str, ...]]] = [
-        ("pairs", (found.pairs.how,)),
-        ("tokens", tuple(f"{place} {quoted(text)}" for place, text in enumerate(texts))),
+def _prompt_facts(found: Study) -> list[tuple[str, Any]]:
+    facts: list[tuple[str, Any]] = [
+        ("pairs", found.pairs.how.split("\t")),
+        ("tokens", token_items(found.run.prompts.token_texts[0])),
     ]
     for row, differences in enumerate(found.differing[:_PAIRS]):
-        items = (f"{d.position} {quoted(d.base)} -> {quoted(d.source)}" for d in differences)
-        facts.append((f"pair {row}", tuple(items)))
+        items = [f"{d.position} {quoted(d.base)} -> {quoted(d.source)}" for d in differences]
+        facts.append((f"pair {row}", items))
     if len(found.pairs) > _PAIRS:
-        facts.append(("", (f"... {len(found.pairs) - _PAIRS} more pairs",)))
-    return tuple(facts)
+        facts.append(("", f"... {len(found.pairs) - _PAIRS} more pairs"))
+    return facts
 
 
-def _baseline_facts(found: Study) -> Facts:
+def _baseline_facts(found: Study) -> list[tuple[str, Any]]:
     n, right, first = len(found.pairs), int((found.base > 0).sum()), int(found.is_top.sum())
-    means = [float(values.double().mean()) for values in (found.base, found.source)]
-    return (
+    return [
         (
             "baseline",
-            (
-                f"logit difference: base {means[0]:+.4f} (sd {_sd(found.base)}),",
-                f"source {means[1]:+.4f} (sd {_sd(found.source)})",
-            ),
+            f"logit difference: base {_mean(found.base)}, source {_mean(found.source)}",
         ),
         (
             "right",
-            (
-                f"answer above the other name in {right} of {n} ({right / n:.0%}),",
-                f"top prediction in {first} of {n} ({first / n:.0%})",
-            ),
+            f"answer above the other name in {right} of {n} ({right / n:.0%}), "
+            f"top prediction in {first} of {n} ({first / n:.0%})",
         ),
-    )
+    ]
 
 
 def _attribution(found: Study, top: int) -> Section:
     dla = found.attribution
-    written = dla.values[..., 0].detach().double().cpu()
-    means = written.mean(-1)
-    heads = [i for i, name in enumerate(dla.components) if isinstance(rp.parse(name), Head)]
-    order = sorted(heads, key=lambda number: -abs(float(means[number])))[:top]
-    rows = [(dla.components[i], _signed(means[i]), _sd(written[i])) for i in order]
-    table = Table(("head", "written", "sd"), rows, tuple(float(means[i]) for i in order))
-    return Section(
-        *_WORDS["attribution"],
-        facts=(("sum", _sums(dla.components, means)),),
-        tables=(table,),
-        grids=(Grid("Direct logit attribution at END", dla),),
+    table = table_of(dla, top=top)
+    is_head = [isinstance(rp.parse(name), Head) for name in table.frame["component"]]
+    heads = table.frame.loc[is_head].rename(columns={"component": "head"})
+    return _section(
+        "attribution",
+        facts=(("sum", _sums(dla)),),
+        tables=(dataclasses.replace(table, frame=heads, sums=(), what="heads"),),
+        grids=by_layer_and_head(dla, "written at END"),
+        draws=(drawn("heatmap", dla, title="Direct logit attribution at END"),),
     )
 
 
-def _sums(components: Sequence[str], means: Any) -> tuple[str, ...]:
+def _sums(dla: rp.Attribution) -> str:
     sums = {"heads": 0.0, "MLPs": 0.0, "embeddings and biases": 0.0}
-    for name, mean in zip(components, means.tolist(), strict=True):
+    frame = dla.table()
+    for name, mean in zip(frame["component"], frame["value"], strict=True):
         match rp.parse(name):
             case Head():
                 sums["heads"] += mean
@@ -195,190 +171,115 @@ def _sums(components: Sequence[str], means: Any) -> tuple[str, ...]:
                 sums["MLPs"] += mean
             case _:
                 sums["embeddings and biases"] += mean
-    parts = (f"{name} {value:+.4f}," for name, value in sums.items())
-    return *parts, f"together {sum(sums.values()):+.4f} logits"
+    parts = ", ".join(f"{name} {value:+.4f}" for name, value in sums.items())
+    return f"{parts}, together {sum(sums.values()):+.4f} logits"
 
 
 def _to_logits(found: Study, top: int) -> Section:
     effect = found.to_logits
-    return Section(
-        *_WORDS["to logits"],
+    return _section(
+        "to logits",
         facts=(
             ("up", _named(effect, found.up)),
-            ("down", _named(effect, found.down) or ("no head",)),
+            ("down", _named(effect, found.down) or "no head"),
         ),
-        tables=(_table(effect, top),),
-        grids=(Grid("Paths from each head at END to the logits", effect),),
+        tables=(table_of(effect, top=top),),
+        grids=by_layer_and_head(effect),
+        draws=(drawn("heatmap", effect, title="Paths from each head at END to the logits"),),
     )
 
 
 def _to_queries(found: Study, top: int) -> Section:
     reached = [head for head in found.up if head not in found.unreached]
     columns = {head: found.to_queries.receiver(f"{head}.q") for head in reached}
-    facts: list[tuple[str, tuple[str, ...]]] = []
+    facts = [(f"to {head}", _named(e, list(e.top(3)["target"]))) for head, e in columns.items()]
     if found.unreached:
-        facts.append(("no path", (f"no head writes before {', '.join(found.unreached)}",)))
-    for head, effect in columns.items():
-        first = [effect.targets[number] for number in _ranked(effect)[:3]]
-        facts.append((f"to {head}", _named(effect, first)))
-    return Section(
-        *_WORDS["to queries"],
+        said = f"no head writes before {', '.join(found.unreached)}"
+        facts.insert(0, ("no path", said))
+    title = "Paths from each head at END to the query of"
+    return _section(
+        "to queries",
         facts=tuple(facts),
-        tables=tuple(_table(effect, top, f"to {head}.q") for head, effect in columns.items()),
-        grids=tuple(
-            Grid(f"Paths from each head at END to the query of {head}", effect)
+        tables=tuple(
+            dataclasses.replace(table_of(effect, top=top), title=f"to {head}.q, {effect.caption}")
             for head, effect in columns.items()
         ),
+        grids=tuple(
+            grid
+            for head, effect in columns.items()
+            for grid in by_layer_and_head(effect, f"total effect on {head}.q")
+        ),
+        draws=tuple(drawn("heatmap", e, title=f"{title} {head}") for head, e in columns.items()),
     )
 
 
 def _knock_out(found: Study) -> Section:
     ranked = sorted(found.controls, key=found.left)
-    shares = {_heads_of(effect): 100 * found.left(effect) for effect in ranked}
-    share, others = 100 * found.left(found.knocked), list(shares.values())
-    rows = [("none", _signed(found.base.double().mean()), _sd(found.base), "100.0%")]
-    for name, effect in (("found", found.knocked), ("lowest", ranked[0]), ("highest", ranked[-1])):
-        left = effect.patched[0].double()
-        cells = _signed(left.mean()), _sd(left), _percent(100 * found.left(effect))
-        rows.append((f"{name}: {_heads_of(effect)}", *cells))
-    summary = (
-        f"{len(ranked)} sets of {len(found.up)} other heads:",
-        f"mean {_percent(sum(others) / len(others))},",
-        f"lowest {_percent(others[0])},",
-        f"highest {_percent(others[-1])}",
+    shares = {effect.targets[0]: 100 * found.left(effect) for effect in ranked}
+    name, share = found.knocked.targets[0], 100 * found.left(found.knocked)
+    others = list(shares.values())
+    rows = [("none", found.base, 1.0)]
+    named = (("found", found.knocked), ("lowest", ranked[0]), ("highest", ranked[-1]))
+    rows += [
+        (f"{which}: {effect.targets[0]}", effect.patched[0], found.left(effect))
+        for which, effect in named
+    ]
+    frame = pandas.DataFrame(
+        {
+            "mean-ablated together": [which for which, _, _ in rows],
+            "logit difference": [float(values.double().mean()) for _, values, _ in rows],
+            "se": [_error(values) for _, values, _ in rows],
+            "share": [left for _, _, left in rows],
+        }
     )
-    drawn = {f"found: {_heads_of(found.knocked)}": share, **shares}
+    summary = (
+        f"{len(ranked)} sets of {len(found.up)} other heads: "
+        f"mean {_percent(sum(others) / len(others))}, lowest {_percent(others[0])}, "
+        f"highest {_percent(others[-1])}"
+    )
+    known = {f"found: {name}": share, **shares}
+    known = {which: left for which, left in known.items() if not math.isnan(left)}
     title = f"Logit difference left, {found.knocked.how}"
-    return Section(
-        *_WORDS["knock-out"],
-        facts=(
-            ("found", (f"{_heads_of(found.knocked)}:", f"{_percent(share)} is left")),
-            ("random", summary),
-        ),
-        tables=(Table(("mean-ablated together", "logit difference", "sd", "left"), rows),),
-        bars=Bars(title, "% of the difference before", drawn, 100.0),
+    unit = "% of the difference before"
+    return _section(
+        "knock-out",
+        facts=(("found", f"{name}: {_percent(share)} is left"), ("random", summary)),
+        tables=(Table(frame, "share: of the difference before, that is left"),),
+        draws=(drawn("bars", known, title=title, unit=unit, mark=100.0),) if known else (),
     )
 
 
 def _alone(found: Study) -> Section:
-    effect, paths, dla = found.alone, found.to_logits, found.attribution
-    rows = [
-        (
-            head,
-            _signed(dla.sel(component=head).mean()),
-            _signed(paths.sel(target=head).mean()),
-            _signed(effect.total[row].mean()),
-            _sd(effect.total[row]),
-            _signed(effect.direct[row].mean()),
-            _signed(effect.indirect[row].mean()),
-        )
-        for row, head in enumerate(found.up)
-    ]
-    columns = ("head", "written", "path to logits", "total", "sd", "direct", "indirect")
-    return Section(
-        *_WORDS["alone"],
-        facts=(("shown", (f"effect in {effect.unit}, {effect.how}, at {effect.positions}",)),),
-        tables=(Table(columns, rows),),
-    )
+    effect = found.alone
+    table = table_of(effect)
+    written = found.attribution.table().set_index("component")["value"]
+    sent = found.to_logits.table().set_index("target")["value"]
+    table.frame.insert(1, "written", [written[head] for head in table.frame["target"]])
+    table.frame.insert(2, "path to logits", [sent[head] for head in table.frame["target"]])
+    shown = f"effect in {effect.unit}, {effect.how}, at {effect.positions}"
+    return _section("alone", facts=(("shown", shown),), tables=(table,))
 
 
 # Their parts
 
 
-def _table(effect: rp.Effect, top: int, name: str = "head") -> Table:
-    means = effect.total.detach().double().cpu().mean(-1)
-    order = _ranked(effect)[:top]
-    rows = [(effect.targets[i], _signed(means[i]), _sd(effect.total[i])) for i in order]
-    return Table((name, "total", "sd"), rows, tuple(float(means[i]) for i in order))
-
-
-def _ranked(effect: rp.Effect) -> list[int]:
-    """Places of the targets with a path, largest first by size."""
-    means = effect.total.detach().double().cpu().mean(-1).tolist()
-    known = [number for number, mean in enumerate(means) if not math.isnan(mean)]
-    return sorted(known, key=lambda number: -abs(means[number]))
-
-
-def _named(effect: rp.Effect, heads: Sequence[str]) -> tuple[str, ...]:
+def _named(effect: rp.Effect, heads: Sequence[str]) -> str:
     """Heads with their mean effects and standard errors."""
-    named = []
-    for head in heads:
-        values = effect.sel(target=head).detach().double()
-        error = f" ± {float(values.std()) / len(values) ** 0.5:.4f}" if len(values) > 1 else ""
-        named.append(f"{head} ({_signed(values.mean())}{error})")
-    return tuple(named)
+    return ", ".join(f"{head} ({_mean(effect.sel(target=head))})" for head in heads)
 
 
-def _heads_of(effect: rp.Effect) -> str:
-    """The heads of an ablation that took them together."""
-    return effect.targets[0]
+def _mean(values: Any) -> str:
+    """A mean over prompts and its standard error."""
+    error = _error(values)
+    mean = number_text("value", float(values.detach().double().mean()))
+    return mean if math.isnan(error) else f"{mean} ± {error:.4f}"
+
+
+def _error(values: Any) -> float:
+    if len(values) < 2:
+        return math.nan
+    return float(values.detach().double().std()) / len(values) ** 0.5
 
 
 def _percent(share: float) -> str:
     return "n/a" if math.isnan(share) else f"{share:.1f}%"
-
-
-def _signed(value: Any) -> str:
-    return "n/a" if math.isnan(float(value)) else f"{float(value):+.4f}"
-
-
-def _sd(values: Any) -> str:
-    """The spread over prompts."""
-    return "n/a" if len(values) < 2 else f"{float(values.detach().double().std()):.4f}"
-
-
-# On a terminal
-
-
-def print_report(out: Any, found: Study, parts: list[Section], stand_in: str | None) -> None:
-    """Prints the sections one below the other.
-
-    Args:
-        out: a console.
-        found: the study.
-        parts: its sections.
-        stand_in: says so where the shipped model stands in for another.
-    """
-    print_model(out, found.run.view, found.to_logits.provenance, stand_in)
-    for number, part in enumerate(parts, start=1):
-        out.print()
-        out.print(f"{number}. {part.title}", style="bold")
-        out.print(part.says)
-        out.print(part.limits, style="dim")
-        out.print()
-        for name, items in part.facts:
-            print_line(out, name, *map(printable, items), gap=" ")
-        for table in part.tables:
-            _print_table(out, table)
-        for grid in part.grids:
-            _print_grid(out, grid)
-
-
-def _print_table(out: Any, table: Table) -> None:
-    shown = new_table(*table.columns, *([""] if table.sizes else []))
-    largest = max(map(abs, table.sizes), default=0.0)
-    for number, row in enumerate(table.rows):
-        drawn = [bar(table.sizes[number], largest, 10)] if table.sizes else []
-        shown.add_row(*map(printable, row), *drawn)
-    out.print()
-    out.print(shown)
-
-
-def _print_grid(out: Any, grid: Grid) -> None:
-    values = layer_by_head(grid.result)
-    mark = "\N{MIDDLE DOT}" if fancy() else "."
-    legend = f" ({mark} no path: it writes too late)" if bool(values.isnan().any()) else ""
-    out.print()
-    out.print(f"{grid.title}, in {grid.result.unit}, layer by head{legend}")
-    rows = [f"{layer:>4}" for layer in range(values.shape[0])]
-    print_cells(out, values, rows, missing=mark, heat=True)
-
-
-def layer_by_head(result: rp.Effect | rp.Attribution) -> Any:
-    """Means over prompts [layer, head] of every head's numbers."""
-    if isinstance(result, rp.Effect):
-        return result.grid().values.detach().double().cpu().mean(-1)
-    heads = {i: a for i, t in enumerate(result.components) if isinstance(a := rp.parse(t), Head)}
-    n_layers = 1 + max(head.layer for head in heads.values())
-    means = result.values[list(heads), :, 0].detach().double().cpu().mean(-1)
-    return means.reshape(n_layers, -1)  # heads come layer by layer

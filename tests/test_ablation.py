@@ -643,7 +643,7 @@ def test_a_sweep_over_positions_survives_json_and_names_its_columns():
     again = rp.Effect.from_json(effect.to_json())
     assert torch.equal(again.total, effect.total) and again.columns == effect.columns
     n_positions = len(ROWS[0])
-    frame = effect.summary(seed=0)
+    frame = effect.intervals(seed=0)
     assert frame["position"].tolist() == [*range(n_positions)] * 2
     assert frame["total"].tolist() == pytest.approx(effect.total.mean(-1).flatten().tolist())
     assert len(effect.to_frame()) == effect.total.numel()
@@ -706,10 +706,11 @@ def test_json_without_a_part_is_refused(effect, key):
 def test_the_frame_has_a_line_for_each_target_and_prompt(effect):
     frame = effect.to_frame()
     assert list(frame.columns) == [
-        "target", "batch", "baseline", "patched", "direct", "indirect", "value",
+        "target", "layer", "head", "prompt",
+        "baseline", "patched", "direct", "indirect", "value",
     ]  # fmt: skip
     assert len(frame) == 9
-    row = frame[(frame.target == "2.3") & (frame.batch == 1)].iloc[0]
+    row = frame[(frame.target == "2.3") & (frame.prompt == 1)].iloc[0]
     assert row.value == float(effect.total[1, 1])
     assert row.baseline == float(effect.baseline[1])
     assert row.patched == float(effect.patched[1, 1])
@@ -720,9 +721,9 @@ def test_the_frame_has_a_line_for_each_target_and_prompt(effect):
 
 
 def test_the_summary_is_the_mean_its_error_and_a_seeded_interval(effect):
-    one, two = effect.summary(seed=1), effect.summary(seed=1)
+    one, two = effect.intervals(seed=1), effect.intervals(seed=1)
     pandas.testing.assert_frame_equal(one, two)
-    few = [effect.summary(seed=seed, draws=9) for seed in (1, 2)]
+    few = [effect.intervals(seed=seed, draws=9) for seed in (1, 2)]
     assert not few[0].equals(few[1])
     mean = effect.total.mean(1)
     assert one.total.tolist() == pytest.approx(mean.tolist())
@@ -731,13 +732,13 @@ def test_the_summary_is_the_mean_its_error_and_a_seeded_interval(effect):
     assert (one.low <= one.total).all() and (one.total <= one.high).all()
     assert one.direct.tolist() == pytest.approx(effect.direct.mean(1).tolist())
     assert one.n.tolist() == [3, 3, 3]
-    wide = effect.summary(seed=1, confidence=0.99)
+    wide = effect.intervals(seed=1, confidence=0.99)
     assert (wide.low <= one.low).all() and (wide.high >= one.high).all()
 
 
 def test_the_summary_of_one_prompt_has_no_spread():
     run = rp.capture(PLAIN.model, ROWS[0])
-    summary = rp.ablate(run, ["0.1"], rp.Zero(), metric=DIFF).summary(seed=0)
+    summary = rp.ablate(run, ["0.1"], rp.Zero(), metric=DIFF).intervals(seed=0)
     assert summary[["se", "low", "high"]].isna().all().all()
     assert not summary.total.isna().any()
 

@@ -367,7 +367,7 @@ def test_a_row_without_a_position_has_nan_there_and_no_cell_in_the_frame(backend
     frame = dla.to_frame()
     assert len(frame) == len(dla.components) * sum(lengths)
     assert not frame["value"].isna().any()
-    places = zip(frame["batch"], frame["pos"], strict=True)
+    places = zip(frame["prompt"], frame["position"], strict=True)
     assert frame["token"].tolist() == [dla.token_texts[row][pos] for row, pos in places]
 
 
@@ -701,7 +701,7 @@ def test_the_repr_is_one_line_that_says_what_was_computed(result):
 def test_the_top_is_by_size_or_signed_and_shows_where(result):
     """Means over prompts; positions that not every prompt has are left out."""
     by_size, signed = result.top(5), result.top(5, by="signed")
-    assert list(by_size.columns) == ["component", "pos", "value"]
+    assert list(by_size.columns) == ["component", "layer", "head", "position", "se", "value"]
     means = result.values.double().mean(1)
     cells = means[~means.isnan()]
     assert len(cells) == len(result.components) * min(map(len, result.token_texts))
@@ -709,7 +709,7 @@ def test_the_top_is_by_size_or_signed_and_shows_where(result):
     assert signed["value"].tolist() == sorted(cells.tolist(), reverse=True)[:5]
     assert (by_size["value"] < 0).any() and (signed["value"] > 0).all()
     for _, line in by_size.iterrows():
-        cell = means[result.components.index(line["component"]), line["pos"]]
+        cell = means[result.components.index(line["component"]), line["position"]]
         assert float(cell) == line["value"]
 
 

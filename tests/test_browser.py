@@ -9,8 +9,8 @@ from browser import Browser
 
 from resid_patching import plots
 from resid_patching.cli import main
-from resid_patching.cli.page import Page
 from resid_patching.plots.base import lay_out
+from resid_patching.show.html import Page
 
 pytestmark = [pytest.mark.browser, pytest.mark.once, pytest.mark.full]
 
@@ -160,7 +160,7 @@ def test_pointing_at_a_cell_of_a_lens_shows_its_tokens(browser, pages):
 
 def test_what_slips_through_is_refused_and_noticed(browser, tmp_path):
     page = Page("still here")
-    page.raw(f"{EVIL}<img src='http://127.0.0.1:9/x.png'>")
+    page._body.append(f"{EVIL}<img src='http://127.0.0.1:9/x.png'>")
     path = tmp_path / "page.html"
     path.write_text(page.html(), encoding="utf-8")
     browser.open(path)

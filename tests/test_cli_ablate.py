@@ -119,9 +119,10 @@ def test_each_position_in_turn_is_the_sweep_of_the_library(capsys, tmp_path, mod
     table, _, grid = out.partition("by position")
     first = table.split("-\n", 1)[1].splitlines()[0]  # below the line under the heads
     name = "attn.1 + 2.0" if joint else found.targets[target]
-    assert f"{name} at {place} " in first and f"{float(means[target, place]):+.4f}" in first
+    cells = [cell.strip() for cell in first.split("|")]
+    assert cells[:2] == [name, f"{place}"] and f"{float(means[target, place]):+.4f}" in cells
     row = next(line for line in grid.splitlines() if line.startswith(name)).removeprefix(name)
-    assert f"{float(means[target, place]):+.3f}" in row and "n/a" not in row
+    assert f"{float(means[target, place]):+.3f}" in row and " . " not in row
     assert f'<td class="left">{name}</td>' in page.read_text(encoding="utf-8")
 
 

@@ -24,10 +24,14 @@ from rich.console import Console
 
 import resid_patching as rp
 from resid_patching import models
-from resid_patching.cli import effects, main, screen
+from resid_patching.cli import main
 from resid_patching.errors import NotFiniteError, PromptError, TokenError
 from resid_patching.files import write_bytes
 from resid_patching.lens import resume
+from resid_patching.markup import printable
+from resid_patching.show import text as shown_text
+from resid_patching.show.report import Grid, number_cells
+from resid_patching.show.text import print_grid
 
 pytestmark = [pytest.mark.once, pytest.mark.full]
 
@@ -184,7 +188,7 @@ def test_answers_that_are_escape_sequences_are_shown(capsys, argv_of):
         for token in NASTY_TOKENS[::2]:
             code, out, err = run(capsys, *argv_of(name), "--answer", token, "--foil", " the")
             assert code == 0 and all(c.isprintable() or c == "\n" for c in out + err)
-            assert screen.printable(token)[:11] in out
+            assert printable(token)[:11] in out
 
 
 def test_names_of_files_and_models_are_shown_and_not_run(capsys, tmp_path, model, text, lens):
@@ -540,11 +544,10 @@ def test_heat_is_left_out_where_a_terminal_has_few_colours(monkeypatch):
         out = Console(
             file=io.StringIO(), color_system=color_system, force_terminal=True, highlight=False
         )
-        values = torch.tensor([[1.0, -1.0]])
-        effects.print_cells(out, values, ["   0"], missing=".", heat=True)
+        print_grid(out, Grid("t", ["0"], [("0",), ("1",)], number_cells([[1.0, -1.0]])))
         return out.file.getvalue()
 
-    monkeypatch.setattr(screen, "fancy", lambda: True)
+    monkeypatch.setattr(shown_text, "fancy", lambda: True)
     assert "\x1b[" in printed("256") and "\x1b[" in printed("truecolor")
     assert "\x1b[" not in printed("standard")
 

@@ -63,7 +63,7 @@ def test_the_shown_rows_and_the_rest_add_up_to_the_shown_sum(shown):
     rows = [line.split("|") for line in shown.splitlines() if line.count("|") >= 2]
     total = sum(float(row[1]) for row in rows if row[1].strip()[:1] in "+-" and row[1].strip())
     said = next(line for line in shown.splitlines() if line.startswith("sum of all"))
-    assert total == pytest.approx(float(said.split()[-1]), abs=2e-3)
+    assert total == pytest.approx(float(said.split()[-2]), abs=2e-3)
 
 
 def test_redirected_output_is_plain_ascii(shown):
@@ -103,7 +103,7 @@ def test_several_prompts_are_summarised_by_a_mean_that_says_so(capsys, tmp_path)
     other = PROMPT.replace("John gave", "Mary gave")
     file.write_text(f"{PROMPT}\t Mary\t John\n{other}\t John\t Mary\n", encoding="utf-8")
     code, out, _ = run(capsys, "dla", "--model", "demo", "--prompts", str(file))
-    assert code == 0 and "mean over 2 prompts, and standard deviation" in out
+    assert code == 0 and "mean over 2 prompts; se: standard error" in out
 
 
 @pytest.mark.full

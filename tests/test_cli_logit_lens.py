@@ -16,8 +16,10 @@ import zoo
 import zoo_lens
 
 import resid_patching as rp
-from resid_patching.cli import lens_tables, main, screen
+from resid_patching.cli import main
 from resid_patching.lens.results import LensResult, TopTokens
+from resid_patching.show import lens as shown_lens
+from resid_patching.show import text as shown_text
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROMPT = "When Mary and John went to the store"
@@ -91,7 +93,7 @@ def test_the_table_holds_the_top_tokens_of_the_library(capsys, model, loaded):
             prob = float(top.sel(layer=label, batch=0, pos=place)[0])
             text, percent = cells[place, label].rsplit(" ", 1)
             assert percent == f"{prob:.0%}"
-            assert text.strip() == lens_tables.clipped(token)
+            assert text.strip() == shown_lens.short_token(token)
 
 
 def test_the_last_positions_are_shown_and_what_is_left_out_is_said(capsys, model, loaded):
@@ -126,7 +128,9 @@ def test_files_hold_everything_whatever_is_shown(capsys, tmp_path, model, loaded
     with table.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 4 * sum(n) * 3
-    cell = [r for r in rows if (r["layer"], r["batch"], r["pos"]) == ("resid_post.1", "1", "2")]
+    cell = [
+        r for r in rows if (r["layer"], r["prompt"], r["position"]) == ("resid_post.1", "1", "2")
+    ]
     where = {"layer": "resid_post.1", "batch": 1, "pos": 2}
     assert [r["top_token"] for r in cell] == top.tokens(**where)
     assert float(cell[0]["kl"]) == pytest.approx(float(readout.kl.sel(**where)), rel=1e-5)
@@ -150,18 +154,18 @@ def test_one_position_in_depth(capsys, model, loaded, position):
         where = {"layer": label, "batch": 0, "pos": position}
         assert cells[1] == f"{float(found['entropy'].sel(**where)):.3f}"
         assert cells[2] == f"{float(found['kl'].sel(**where)):.3f}"
-        prob = lens_tables.percent(float(found["prob"].sel(**where)))
+        prob = shown_lens.percent(float(found["prob"].sel(**where)))
         assert cells[3].split() == [str(int(found["rank"].sel(**where))), prob]
         tops = " ".join(line.split(" | ")[-1] for line in lines[start:stop])
         for token in found["top_tokens"].tokens(**where):
-            assert lens_tables.clipped(token) in tops
+            assert shown_lens.short_token(token) in tops
 
 
 def test_without_an_answer_the_final_top_token_is_followed(capsys, model, loaded):
     out = found_by(capsys, "--prompt", PROMPT, "--model", model, "--position", "-1")
     top = rp.logit_lens(rp.capture(loaded, PROMPT)).top_tokens(1)
     token = top.tokens(layer="resid_post.2", batch=0, pos=-1)[0]
-    assert f"{lens_tables.clipped(token)} (final)" in out
+    assert f"{shown_lens.short_token(token)} (final)" in out
     last = next(line for line in out.splitlines() if line.startswith("resid_post.2"))
     assert last.split(" | ")[2].strip() == "0.000" and last.split(" | ")[3].split()[0] == "0"
 
@@ -228,15 +232,15 @@ def test_cells_are_shaded_only_where_many_colours_are_shown(monkeypatch):
     from rich.console import Console
 
     def spans(color_system, fancy, no_color=False):
-        monkeypatch.setattr(screen, "fancy", lambda: fancy)
+        monkeypatch.setattr(shown_text, "fancy", lambda: fancy)
         out = Console(color_system=color_system, force_terminal=True, no_color=no_color)
-        return screen.shades(out)
+        return shown_text.shades(out)
 
     assert spans("truecolor", True) and spans("256", True)
     assert not spans("standard", True) and not spans("truecolor", False)
     assert not spans("256", True, no_color=True)
-    assert lens_tables._shade(0.0) == "black on rgb(247,247,247)"
-    assert lens_tables._shade(1.0) == "white on rgb(33,102,172)"
+    assert shown_text.heat(1e-3) == "black on rgb(247,247,247)"
+    assert shown_text.heat(1.0) == "white on rgb(33,102,172)"
 
 
 @pytest.mark.parametrize(
@@ -250,7 +254,7 @@ def test_cells_are_shaded_only_where_many_colours_are_shown(monkeypatch):
     ],
 )
 def test_columns_that_fit(widths, room, first, places):
-    assert lens_tables._that_fit(widths, room, first) == places
+    assert shown_text.that_fit(widths, room, first) == places
 
 
 # Field cases
@@ -327,9 +331,9 @@ def test_C01_the_script_runs_on_a_legacy_stream(model):
 
 
 def test_long_tokens_are_cut_and_wide_ones_counted():
-    assert lens_tables.clipped(" the") == '" the"'
-    assert lens_tables.clipped("x" * 40) == '"' + "x" * 11 + '..."'
-    assert lens_tables.clipped("a\nb") == '"a\\nb"'
+    assert shown_lens.short_token(" the") == '" the"'
+    assert shown_lens.short_token("x" * 40) == '"' + "x" * 11 + '..."'
+    assert shown_lens.short_token("a\nb") == '"a\\nb"'
 
 
 # Errors

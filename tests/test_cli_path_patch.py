@@ -14,9 +14,11 @@ import torch
 import zoo
 
 import resid_patching as rp
-from resid_patching.cli import effects, main
+from resid_patching.cli import main
 from resid_patching.errors import SmallDenominatorWarning
 from resid_patching.prompt_sets import indirect_object_prompts
+from resid_patching.show import text as shown_text
+from resid_patching.show.report import number_cells
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BASE = ["When Mary and John went", "the dog saw the cat and"]
@@ -86,6 +88,12 @@ def rows_of(out, title):
     return table
 
 
+def paths_of(out):
+    """The rows of the table of paths: total by sender and receiver."""
+    rows = [[cell.strip() for cell in line.split("|")] for line in out.splitlines()]
+    return {(row[0], row[1]): row[2] for row in rows if len(row) > 5 and row[0] != "sender"}
+
+
 # The numbers are the library's
 
 
@@ -138,7 +146,9 @@ def test_senders_taken_together_are_one_row(capsys, tmp_path, model, pair):
     flags = ["0.1", "1.2", "--joint", "--to", "logits", *PATH, *given(pair, model)]
     found, _, out = found_by(capsys, tmp_path, *flags)
     assert found.targets == ("0.1 + 1.2",) and found.joint
-    assert "senders together" in out and list(rows_of(out, "sender")) == ["0.1 + 1.2"]
+    assert "(senders together)" in " ".join(out.split()) and list(rows_of(out, "sender")) == [
+        "0.1 + 1.2"
+    ]
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "mlp"])
@@ -148,7 +158,7 @@ def test_receivers_of_one_kind_are_swept(capsys, tmp_path, model, pair, which):
     swept = tuple(map(str, rp.inputs(rp.load(model), which)))
     assert found.receivers == ("logits", *swept)
     n_paths = int((~found.values[..., 0].isnan()).sum())
-    assert len(rows_of(out, "path")) == n_paths
+    assert len(paths_of(out)) == n_paths
 
 
 @pytest.mark.full
@@ -210,7 +220,7 @@ def test_prompts_direction_and_baselines_come_before_the_numbers(capsys, tmp_pat
     assert "Direction: source into base" in out and "Sign: negative:" in out
     assert "recompute: MLPs between sender and receiver answer" in out
     base_mean, source_mean = float(found.baseline.mean()), sum(body["source_metric"]) / 6
-    assert f"base {base_mean:+.4f} logits" in out
+    assert f"{base_mean:+.4f} logits" in out
     assert f"source - base {source_mean - base_mean:+.4f}" in out
     total = {name: float(found.sel(target=name).mean()) for name in found.targets}
     shown = rows_of(out, "sender")
@@ -254,8 +264,8 @@ def test_alternatives_are_a_table_of_senders_by_receivers(capsys, tmp_path):
                 assert cell == "." and value != value
             else:
                 assert float(cell) == pytest.approx(value, abs=1e-3)
-    paths = rows_of(out, "path")
-    assert "0.1 -> 3.2.q" in paths and "1.1 -> 1.0.k" not in paths
+    paths = paths_of(out)
+    assert ("0.1", "3.2.q") in paths and ("1.1", "1.0.k") not in paths
 
 
 def test_a_sender_without_a_path_is_no_zero(capsys, tmp_path, model, pair):
@@ -269,10 +279,16 @@ def test_a_sender_without_a_path_is_no_zero(capsys, tmp_path, model, pair):
 
 
 def test_cells_are_coloured_by_sign_and_size():
-    assert effects._heat(1.0, 1.0) == "white on rgb(33,102,172)"
-    assert effects._heat(-1.0, 1.0) == "white on rgb(178,24,43)"
-    assert effects._heat(0.0, 1.0) == "black on rgb(247,247,247)"
-    assert effects._heat(float("nan"), 1.0) == effects._heat(1e-6, 1e-6) == ""
+    assert shown_text.heat(1.0) == "white on rgb(33,102,172)"
+    assert shown_text.heat(-1.0) == "white on rgb(178,24,43)"
+    assert shown_text.heat(0.01) == "black on rgb(245,246,246)"
+    assert shown_text.heat(float("nan")) == shown_text.heat(0.0) == ""
+
+
+def test_cells_are_shaded_beside_the_largest_and_not_where_all_read_as_0():
+    ((first, second, absent),) = number_cells([[2.0, -1.0, float("nan")]])
+    assert (first.shade, second.shade, absent) == (1.0, -0.5, None)
+    assert number_cells([[1e-6]])[0][0].shade == 0.0
 
 
 @pytest.mark.parametrize("metric", ["kl", "loss", "top1-change", "logit", "prob"])

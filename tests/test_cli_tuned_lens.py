@@ -17,9 +17,10 @@ import zoo
 import zoo_lens
 
 import resid_patching as rp
-from resid_patching.cli import lens_tables, main
+from resid_patching.cli import main
 from resid_patching.lens import resume
 from resid_patching.lens.results import LensResult, TopTokens
+from resid_patching.show.lens import short_token
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROMPT = "the dog saw the cat"
@@ -139,7 +140,7 @@ def test_a_fit_is_the_librarys_and_ends_with_its_validation_table(
         assert float(rows[label]["tuned / logit"].rstrip("%")) == pytest.approx(share, abs=0.06)
     mean = sum(validation["tuned"]) / 3
     assert float(rows["mean"]["tuned"]) == pytest.approx(mean, abs=1e-4)
-    assert "below the logit lens at 3 of 3 layers" in out and f"Written to {out_folder}" in out
+    assert "below the logit lens at 3 of 3 layers" in out and str(out_folder) in out
     assert json.loads(body.read_text())["record"] == expected.record
     with table.open(encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
@@ -306,7 +307,7 @@ def test_show_sets_both_lenses_side_by_side(capsys, tmp_path, model, loaded, fol
             assert kl == f"{float(readout.kl.sel(**where)):.3f}"
             assert int(rank) == int(readout.rank(" cat").sel(**where))
             first = readout.top_tokens(1).tokens(**where)[0]
-            assert top.startswith(lens_tables.clipped(first))
+            assert top.startswith(short_token(first))
     found = json.loads(body.read_text())
     assert TopTokens.from_json(json.dumps(found)).provenance.plan.count("logit lens")
     tuned = LensResult.from_json(json.dumps(found["others"][0]["kl"]))

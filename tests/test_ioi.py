@@ -15,12 +15,13 @@ import torch
 import resid_patching as rp
 from resid_patching.errors import ResidPatchingError
 from resid_patching.prompt_sets import Difference
+from resid_patching.show.html import page_of
+from resid_patching.show.text import console, print_report
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import ioi  # noqa: E402
-import ioi_page  # noqa: E402
 import ioi_report  # noqa: E402
 import ioi_study  # noqa: E402
 
@@ -100,7 +101,7 @@ def test_the_paths_and_the_knock_out_are_those_of_the_library(small, view):
 def test_heads_of_the_first_layer_are_said_to_have_no_path(small):
     assert {head for head in small.up if head.startswith("0.")} == {*small.unreached}
     assert small.unreached, "this fixture has no such head"
-    text = str(ioi_report.sections(small, top=3)[3].facts)
+    text = str(ioi_report.report(small, top=3, stand_in=None).sections[3].facts)
     assert f"no head writes before {', '.join(small.unreached)}" in text
 
 
@@ -123,7 +124,9 @@ def test_a_share_of_nothing_is_not_given(small):
     )
     share = upside_down.left(upside_down.knocked)
     assert share != share
-    assert "n/a is left" in str(ioi_report.sections(upside_down, top=3)[4].facts)
+    assert "n/a is left" in str(
+        ioi_report.report(upside_down, top=3, stand_in=None).sections[4].facts
+    )
 
 
 # What it writes
@@ -209,8 +212,8 @@ def test_texts_of_prompts_are_shown_and_not_run(small):
         to_logits=dataclasses.replace(small.to_logits, provenance=origin, how=evil),
         attribution=dataclasses.replace(small.attribution, provenance=origin),
     )
-    sections = ioi_report.sections(planted, top=3)
-    page = ioi_page.page(planted, sections, evil, {"seed": evil})
+    report = ioi_report.report(planted, top=3, stand_in=evil)
+    page = page_of(report, {"seed": evil}).html()
     parser = read(page)
     assert "img" not in parser.tags and parser.loads == []
     assert " ".join(parser.texts).count(evil) > 10
@@ -218,14 +221,12 @@ def test_texts_of_prompts_are_shown_and_not_run(small):
 
 
 def test_the_terminal_gives_every_step_with_what_it_does_not_say(capsys, small):
-    from resid_patching.cli.screen import console
-
-    sections = ioi_report.sections(small, top=3)
-    ioi_report.print_report(console(), small, sections, None)
+    report = ioi_report.report(small, top=3, stand_in=None)
+    print_report(console(), report)
     out = capsys.readouterr().out
-    for number, section in enumerate(sections, start=1):
+    for number, section in enumerate(report.sections, start=1):
         assert f"\n{number}. {section.title}\n" in out
-        assert all(word in out for word in (*section.says.split(), *section.limits.split()))
+        assert all(word in out for word in f"{section.says} {section.caveats[0]}".split())
     assert max(map(len, out.splitlines())) <= 120 and "\x1b" not in out
 
 

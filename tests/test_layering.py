@@ -19,6 +19,7 @@ ORDER = (
     "processes",
     "markup",
     "notebook",
+    "shown",
     "address",
     "models",
     "tokens",
@@ -38,6 +39,7 @@ ORDER = (
     "stream",
     "lens",
     "plots",
+    "show",
     "cli",
 )
 # These stand above the order and may import everything.

@@ -242,7 +242,7 @@ def test_top_tokens_give_texts():
     texts = top.tokens(layer="resid_post.2", pos=-1)
     assert len(texts) == 2 and all(isinstance(t, str) for row in texts for t in row)
     frame = top.to_frame()
-    assert list(frame.columns[:6]) == ["layer", "batch", "pos", "token", "rank", "top_token"]
+    assert list(frame.columns[:6]) == ["layer", "prompt", "position", "token", "rank", "top_token"]
     assert len(frame) == 4 * sum(lens.run.prompts.lengths) * 2
     assert frame["top_token"].notna().all()
 
@@ -443,7 +443,7 @@ def test_selecting_and_laying_out():
     with pytest.raises(KeyError, match="not in every prompt"):
         kl.sel(pos=-4)
     frame = kl.to_frame()
-    assert list(frame.columns) == ["layer", "batch", "pos", "token", "value"]
+    assert list(frame.columns) == ["layer", "prompt", "position", "token", "value"]
     assert len(frame) == 4 * sum(map(len, zoo.RAGGED))
     assert type(kl).from_json(kl.to_json()).values.shape == kl.values.shape
     top = lens.top_tokens(2)

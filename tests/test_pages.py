@@ -7,6 +7,7 @@ import json
 import re
 import sys
 
+import pandas
 import pytest
 import torch
 import zoo
@@ -14,8 +15,9 @@ import zoo
 import resid_patching as rp
 from resid_patching import plots
 from resid_patching.cli import main
-from resid_patching.cli.page import Number, Page
 from resid_patching.errors import MissingExtraError
+from resid_patching.show.html import Page
+from resid_patching.show.report import Table
 
 pytestmark = pytest.mark.once
 
@@ -96,7 +98,7 @@ def test_the_page_of_paths_leaves_out_what_has_no_path(tmp_path, model):
     run = rp.capture(rp.load(model), PROMPT)
     path = rp.Path(to=rp.receivers("1.1.q", "logits"), using=rp.Zero(), mlps="freeze")
     effect = rp.ablate(run, rp.heads(run), path, metric=rp.logit_diff(" the", " a"))
-    _, rows = tables(page)
+    (rows,) = tables(page)
     frame = effect.to_frame().dropna(subset=["value"])
     expected = {(row.target, row.receiver): f"{row.value:+.4f}" for row in frame.itertuples()}
     assert {(sender, receiver): total for sender, receiver, total, *_ in rows} == expected
@@ -107,14 +109,14 @@ def test_the_page_of_stream_shows_both_reports(tmp_path, model):
     page = page_of(tmp_path, "stream", "--model", model, "--prompt", PROMPT, "--write-scale", "0.5")
     run = rp.capture(rp.load(model), PROMPT)
     for rows, report in zip(
-        tables(page),
+        tables(page)[:2],
         (rp.stream_report(run, rp.WriteScale(0.5)), rp.stream_report(run)),
         strict=True,
     ):
-        frame = report.summary()
+        frame = report.table()
         assert [row[0] for row in rows] == frame["write"].tolist()
-        assert [row[2] for row in rows] == [f"{v:.3f}" for v in frame["mean_write_norm"]]
-        assert [row[5] for row in rows] == [f"{v:+.4f}" for v in frame["mean_cosine"]]
+        assert [row[1] for row in rows] == [f"{v:.3f}" for v in frame["mean_write_norm"]]
+        assert [row[4] for row in rows] == [f"{v:+.4f}" for v in frame["mean_cosine"]]
 
 
 def test_texts_are_shown_and_only_the_page_s_own_scripts_may_run(tmp_path, model):
@@ -140,8 +142,8 @@ def test_a_closing_tag_in_a_label_does_not_end_the_figure():
 
 def test_absent_numbers_sort_last_and_are_not_zero():
     page = Page("t")
-    page.table(("name", "value"), [("a", Number(float("nan"), "n/a")), ("b", Number(0, "0"))])
-    assert 'data-value="">n/a' in page.html() and 'data-value="0.0">0' in page.html()
+    page.table(Table(pandas.DataFrame({"name": ["a", "b"], "value": [float("nan"), 0.0]})))
+    assert 'data-value="">n/a' in page.html() and 'data-value="0.0">+0.0000' in page.html()
 
 
 def test_without_plotly_a_page_has_its_table_and_says_how_to_get_pictures(
@@ -192,9 +194,9 @@ def test_a_notebook_shows_a_line_and_the_largest_rows_escaped(model):
     effect = rp.ablate(run, rp.heads(run), rp.Zero(), metric=rp.logit_diff(" the", " a"))
     shown = effect._repr_html_()
     assert "<script" not in shown and html.escape(repr(effect)) in shown
-    assert "zero" in shown and f"the 10 largest of {len(effect.targets)} cells" in shown
+    assert "zero" in shown and f"the 10 largest of {len(effect.targets)} targets" in shown
     assert "mean over 2 prompts" in shown
-    assert all(f"<td>{row.value:.5g}</td>" in shown for row in effect.top(10).itertuples())
+    assert all(f"<td>{row.value:+.4f}</td>" in shown for row in effect.top(10).itertuples())
     lens = rp.logit_lens(run)
     tokens = lens.top_tokens(3)._repr_html_()
     assert tokens.count("<tr>") == 1 + 2 * len(lens.labels)

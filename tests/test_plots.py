@@ -469,7 +469,7 @@ def test_a_path_diagram_shows_the_largest_paths(edges):
 
 def test_the_stream_shows_its_summary(base):
     report = rp.stream_report(base)
-    frame = report.summary()
+    frame = report.table()
     columns = ("mean_stream_norm", "mean_write_norm", "mean_share", "mean_cosine")
     for trace, column in zip(data(plots.stream(report)), columns, strict=True):
         assert trace["y"] == pytest.approx(frame[column].tolist(), abs=1e-9)

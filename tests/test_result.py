@@ -115,9 +115,9 @@ def test_json_of_anything_else_is_refused_with_a_reason(result, change, message)
 
 def test_the_frame_has_one_line_for_a_cell(result):
     frame = result.to_frame()
-    assert list(frame.columns) == ["layer", "pos", "value"]
+    assert list(frame.columns) == ["layer", "position", "value"]
     assert len(frame) == 6
-    cell = frame[(frame["layer"] == "layer1") & (frame["pos"] == "pos2")]
+    cell = frame[(frame["layer"] == "layer1") & (frame["position"] == "pos2")]
     assert cell["value"].tolist() == [-0.25]
     assert isinstance(frame, pandas.DataFrame)
 

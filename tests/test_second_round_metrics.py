@@ -373,7 +373,8 @@ def test_s24_the_top_of_several_prompts_is_of_targets_by_their_mean(backend):
     run = rp.capture(toy(backend), zoo.RAGGED)
     effect = rp.ablate(run, rp.heads(run), rp.Zero(), metric=rp.logit_diff(3, 6))
     top = effect.top(5)
-    assert list(top.columns) == ["target", "baseline", "patched", "direct", "indirect", "value"]
+    columns = "target layer head baseline patched direct indirect se value"
+    assert list(top.columns) == columns.split()
     assert len(set(top.target)) == 5
     means = effect.total.mean(1)
     order = means.abs().sort(descending=True, stable=True).indices[:5].tolist()
@@ -418,14 +419,17 @@ def test_s24_the_top_of_an_attribution_is_of_components(backend):
     run = rp.capture(toy(backend), zoo.RAGGED)
     dla = rp.direct_logit_attribution(run, 3, 6, by="head")
     top = dla.top(5)
-    assert list(top.columns) == ["component", "pos", "value"] and len(set(top.component)) == 5
+    assert (
+        list(top.columns) == "component layer head position se value".split()
+        and len(set(top.component)) == 5
+    )
     means = dla.values[..., 0].mean(1)
     assert top.value.abs().tolist() == pytest.approx(means.abs().topk(5)[0].tolist())
-    (one,) = rp.direct_logit_attribution(run, 3, 6, positions=[0, 1, 2]).top(1).pos
+    (one,) = rp.direct_logit_attribution(run, 3, 6, positions=[0, 1, 2]).top(1).position
     assert one == "own"
     single = rp.direct_logit_attribution(rp.capture(toy(backend), zoo.RAGGED[:1]), 3, 6).top(3)
-    assert list(single.columns) == ["component", "pos", "token", "value"]
-    assert set(single.pos) == {7}
+    assert list(single.columns) == ["component", "layer", "position", "token", "value"]
+    assert set(single.position) == {7}
 
 
 # Pictures

@@ -295,9 +295,9 @@ def test_the_text_of_a_report_names_the_intervention():
     assert "scale" not in repr(report(model)) and "overwrite" not in repr(report(model))
 
 
-def test_the_summary_says_what_it_averages():
+def test_the_table_says_what_it_averages():
     found = report(zoo.build(zoo.BACKENDS[0]))
-    frame = found.summary()
+    frame = found.table()
     assert frame["n"].tolist() == [16] * 6
     assert frame["mean_cosine"].iloc[-1] == pytest.approx(float(found.survival.nanmean()))
     assert frame["mean_share"].tolist() == pytest.approx(found.share.flatten(1).nanmean(1).tolist())
@@ -307,8 +307,9 @@ def test_the_frame_has_a_row_for_every_cell():
     found = report(zoo.build(zoo.BACKENDS[0]))
     frame = found.to_frame()
     assert list(frame.columns) == [
-        *("write", "batch", "pos", "write_norm", "stream_norm", "cosine", "value")
+        *("write", "layer", "prompt", "position", "token"),
+        *("write_norm", "stream_norm", "cosine", "value"),
     ]
     assert len(frame) == found.values.numel()
-    cell = frame[(frame.write == "mlp.1") & (frame.batch == 2) & (frame.pos == 4)].iloc[0]
+    cell = frame[(frame.write == "mlp.1") & (frame.prompt == 2) & (frame.position == 4)].iloc[0]
     assert cell.cosine == float(found.cosine[3, 2, 4])

@@ -13,7 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from resid_patching.address import Head, parse
-from resid_patching.errors import SmallDenominatorWarning, warn
+from resid_patching.errors import AddressError, SmallDenominatorWarning, warn
+from resid_patching.markup import number_text
 from resid_patching.result import Axis, Result
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Effect(Result):
             every later write frozen.
         weights: tokens scored in each prompt [batch], where the metric is a mean over tokens.
         routes: how the variants were run; all give the same numbers.
+        token_texts: the tokens of each prompt as text, to name positions; None where not known.
     """
 
     kind: ClassVar[str] = "effect"
@@ -52,6 +54,7 @@ class Effect(Result):
     direct: Float[Tensor, "target *column batch"]
     weights: Tensor | None
     routes: tuple[str, ...]
+    token_texts: tuple[tuple[str, ...], ...] | None = None
 
     @property
     def total(self) -> Float[Tensor, "target *column batch"]:
@@ -153,8 +156,27 @@ class Effect(Result):
             )
         return self.total.mean(-1) / gap
 
+    def standard_error(self, values: Tensor) -> Tensor:
+        """The standard error of `mean` over prompts [..., batch]; NaN for one prompt."""
+        values = values.detach().cpu().double()
+        n = values.shape[-1]
+        if self.weights is None or n == 1:
+            return values.std(-1) / n**0.5 if n > 1 else values[..., 0] * torch.nan
+        weights = self.weights.detach().cpu().double()
+        apart = weights * (values - self.mean(values)[..., None])
+        return (apart.square().sum(-1) * n / (n - 1)).sqrt() / weights.sum()
+
+    @property
+    def is_path(self) -> bool:
+        """Whether only what targets send to chosen receivers was replaced."""
+        return self.how.startswith("path to ")
+
     def to_frame(self) -> pandas.DataFrame:
-        """Long form: target, (column,) batch, baseline, patched, direct, indirect, value."""
+        """Long form: target, layer, head, prompt, baseline, patched, direct, indirect, value.
+
+        Of receivers side by side and positions in turn each has a row; beside a position stands
+        its token, where it is known.
+        """
         frame = super().to_frame()
 
         def flat(tensor: Tensor) -> Any:
@@ -166,29 +188,23 @@ class Effect(Result):
             "direct": self.direct,
             "indirect": self.indirect,
         }
-        for place, (name, tensor) in enumerate(columns.items(), start=len(self.axes)):
-            frame.insert(place, name, flat(tensor))
+        for name, tensor in columns.items():
+            frame.insert(len(frame.columns) - 1, name, flat(tensor))
+        if "position" in frame and self.token_texts is not None:
+            cells = zip(frame["prompt"], frame["position"], strict=True)
+            texts = self.token_texts
+            tokens = [texts[n][p] if p < len(texts[n]) else None for n, p in cells]
+            frame.insert(list(frame.columns).index("position") + 1, "token", tokens)
         return frame
 
-    def top(self, k: int = 10, *, by: Literal["abs", "signed"] = "abs") -> pandas.DataFrame:
-        """The k targets with the largest total effects, by their `mean` over prompts (or tokens).
+    def table(self) -> pandas.DataFrame:
+        """One row a target: target, baseline, patched, direct, indirect, (se,) value.
 
-        Args:
-            k: how many rows.
-            by: `abs` ranks by size, so that strong negative effects are seen; `signed` by value.
-
-        Returns:
-            A data frame with one row a target: target, (receiver or position,) baseline, patched,
-            direct, indirect, value; the value is the total effect, and all are means. Of receivers
-            side by side or positions in turn each has a row; those without a path, and positions
-            that not every prompt has, are left out. `to_frame` has each prompt's own numbers.
-
-        Raises:
-            ValueError: `by` is neither.
+        The value is the total effect; all are means over prompts (over tokens, where the metric is
+        one of tokens), and `se` is the standard error of the total. Of receivers side by side or
+        positions in turn each has a row, NaN without a path and where not every prompt has the
+        position. `to_frame` has each prompt's own numbers.
         """
-        return super().top(k, by=by)
-
-    def _ranked(self) -> tuple[pandas.DataFrame, str]:
         one = dataclasses.replace(
             self,
             values=self.mean(self.values)[..., None],
@@ -196,8 +212,81 @@ class Effect(Result):
             direct=self.mean(self.direct)[..., None],
             baseline=self.mean(self.baseline)[None],
             axes=(*self.axes[:-1], Axis("batch", (0,))),
+            token_texts=self.token_texts if len(set(self.token_texts or ())) == 1 else None,
         )
-        return one.to_frame().drop(columns="batch"), self.averaged
+        frame = one.to_frame().drop(columns="prompt")
+        if self.baseline.shape[0] > 1:
+            se = self.standard_error(self.total).flatten().numpy()
+            frame.insert(len(frame.columns) - 1, "se", se)
+        if self.has_perplexity:
+            frame["perplexity"] = self.perplexity["after"]
+            frame["ratio"] = self.perplexity["ratio"]
+        return frame
+
+    def headings(self) -> dict[str, str]:
+        """Target, receiver or position, total, its standard error, direct and indirect."""
+        columns = {"target": "sender" if self.is_path else "target"}
+        columns |= {name: name for name in ("receiver", "position") if self._has(name)}
+        if self._has("position") and len(set(self.token_texts or ())) == 1:
+            columns["token"] = "token"
+        columns["value"] = "total"
+        if self.baseline.shape[0] > 1:
+            columns["se"] = "se"
+        if not self.how.startswith("path to logits,"):
+            columns |= {"direct": "direct", "indirect": "indirect"}
+        if self.has_perplexity:
+            columns |= {"perplexity": "perplexity", "ratio": "ratio"}
+        return columns
+
+    @property
+    def row_name(self) -> str:
+        """Target or sender; path, of receivers side by side; cell, of positions in turn."""
+        if self.columns is not None:
+            return "path" if self._has("receiver") else "cell"
+        return "sender" if self.is_path else "target"
+
+    def _has(self, name: str) -> bool:
+        return self.columns is not None and self.columns.name == name
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """Kind, positions, metric and baseline, above what every result says."""
+        together = f" ({'senders' if self.is_path else 'targets'} together)" if self.joint else ""
+        metric = self.metric.replace(
+            "(one a prompt) - (one a prompt)", "of each prompt's answer - foil"
+        )
+        base = f"{metric}: {float(self.mean(self.baseline)):+.4f} {self.unit}"
+        if self.has_perplexity:
+            before = number_text("perplexity", float(self.perplexity["before"].iloc[0]))
+            base += f", perplexity {before}"
+        base += f" ({self.averaged})" if self.averaged else ""
+        rows = (("kind", self.how + together), ("at", self.positions), ("baseline", base))
+        return (*rows, *super().facts())
+
+    def caveats(self) -> tuple[str, ...]:
+        """How total and direct differ, and that a small effect does not make a part unneeded."""
+        if not self.is_path:
+            said = "total: the model run again; direct (not the total): later writes frozen; "
+        elif self.how.startswith("path to logits,"):
+            said = "total: the logits with the path replaced; nothing follows, so direct = total."
+        else:
+            said = "total: the receiver changed, all behind it run again; "
+            said += "direct (not the total): later writes frozen; "
+        if said.endswith("; "):
+            said += "indirect: the rest."
+        if self.is_path:
+            only = "Only the senders' messages to the receivers are replaced."
+            return said, f"{only} A sender without a path has no number, which is not 0."
+        return (
+            said,
+            "This shows what replacing a part does in this run, not that it is unnecessary.",
+        )
+
+    def pictures(self) -> tuple[str, ...]:
+        """The grid or the bars; beside a grid of heads its bars, beside receivers the diagram."""
+        if self._has("receiver"):
+            return ("show", "path_diagram")
+        several = len(self.targets) > 1 and all(_is_head(target) for target in self.targets)
+        return ("show", "effect_bars") if several and self.columns is None else ("show",)
 
     @property
     def averaged(self) -> str:
@@ -207,7 +296,22 @@ class Effect(Result):
             return f"mean over {int(self.weights.sum())} tokens of {n} prompt{'s' * (n != 1)}"
         return f"mean over {n} prompts" if n > 1 else ""
 
-    def summary(self, *, seed: int, confidence: float = 0.95, draws: int = 2000) -> Any:
+    def summary(self, k: int = 10, **asked: Any) -> Any:
+        """Its facts, its first rows and its caveats as text.
+
+        Args:
+            k: how many rows, the largest by size.
+            asked: the arguments of before; `summary(seed=0)` is now `intervals(seed=0)`.
+        """
+        if asked:
+            message = "Effect.summary(seed=...) is now Effect.intervals(seed=...)"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            return self.intervals(**asked)
+        return super().summary(k)
+
+    def intervals(
+        self, *, seed: int, confidence: float = 0.95, draws: int = 2000
+    ) -> pandas.DataFrame:
         """Mean over prompts with standard error and bootstrap interval, one row a target.
 
         Args:
@@ -309,3 +413,10 @@ class Effect(Result):
                 "ratio": (after / before).numpy(),
             }
         )
+
+
+def _is_head(label: str) -> bool:
+    try:
+        return isinstance(parse(label), Head)
+    except AddressError:
+        return False

@@ -9,6 +9,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from resid_patching.cli import completion
 from resid_patching.cli.frame import Parser, run_guarded
 from resid_patching.version import __version__
 
@@ -44,5 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, text in COMMANDS.items():
         names.add_parser(name, help=text)
+    if argv == ["--completion"]:
+        sys.stdout.write(completion.script(COMMANDS))
+        return 0
+    parser.add_argument(
+        "--completion", action="store_true", help="print a script that completes in bash and zsh"
+    )
     parser.add_argument("--version", action="version", version=f"resid-patching {__version__}")
     return run_guarded("resid-patching", None, argv, parser)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from resid_patching.cli.effects import joined, print_effect
+from resid_patching.cli.flags import add_flags
 from resid_patching.cli.frame import (
     Parser,
     UsageError,
@@ -20,24 +20,21 @@ from resid_patching.cli.frame import (
 from resid_patching.cli.inputs import (
     add_answer_flags,
     add_prompt_flags,
-    count,
     read_lines,
     read_prompts,
 )
-from resid_patching.cli.page import asked, require_files, write_page
-from resid_patching.cli.pages import effect_page
+from resid_patching.cli.output import body_of, deliver, model_text, require_files
 from resid_patching.cli.progress import Progress
-from resid_patching.cli.scores import METRICS, metric_name, new_metric, shared
-from resid_patching.cli.screen import console, csv_text, print_line, print_model, print_tokens
+from resid_patching.cli.scores import METRIC_HELP, METRICS, metric_name, new_metric, shared
 from resid_patching.cli.sharing import Sharing, add_rows_flag, join
-from resid_patching.cli.text import TextWindows, add_text_key_flag, require_texts
-from resid_patching.markup import printable
+from resid_patching.cli.text import TextWindows, require_texts
 
 if TYPE_CHECKING:
     from resid_patching.ablation import Effect
     from resid_patching.models import ModelView
     from resid_patching.prompts import Prompts
     from resid_patching.run import Run
+    from resid_patching.show.report import Facts
 
 _WINDOW = 512
 _SWEEPS = {
@@ -49,6 +46,22 @@ _KINDS = {
     "zero": "the target writes nothing",
     "mean": "the target is replaced by its mean over other prompts",
     "resample": "the target is replaced by its value on other prompts",
+}
+
+_LIKE_TEXT = "a UTF-8 file, one prompt a line; with --text: a text, cut into windows like it"
+_KIND_FLAGS = {
+    "zero": {},
+    "mean": {
+        "--reference FILE !": f"what the mean is taken over: {_LIKE_TEXT}",
+        "--over batch|batch,pos !": "batch: one mean for each position; batch,pos: one for all "
+        "positions",
+    },
+    "resample": {
+        "--source FILE !": f"where values come from: {_LIKE_TEXT}",
+        "--pairing rowwise|shuffle = rowwise": "rowwise: prompt i takes the values of source i; "
+        "shuffle: of a drawn one, never its own",
+        "--seed N": "the seed of the shuffle",
+    },
 }
 
 
@@ -69,29 +82,34 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _add_flags(parser: argparse.ArgumentParser, kind: str) -> None:
-    parser.add_argument(
-        "targets",
-        nargs="*",
-        metavar="TARGET",
-        help="attn.6, mlp.0, 9.9 (a head), embed, resid_pre.6, 9.9.z, ...",
-    )
     sweeps = "; ".join(f"{name}: {text}" for name, text in _SWEEPS.items())
-    parser.add_argument("--sweep", choices=tuple(_SWEEPS), help=f"also {sweeps}")
-    parser.add_argument(
-        "--joint", action="store_true", help="replace all targets together (unset: one at a time)"
+    add_flags(
+        parser,
+        {
+            "targets TARGET*": "attn.6, mlp.0, 9.9 (a head), embed, resid_pre.6, 9.9.z, ...",
+            f"--sweep {'|'.join(_SWEEPS)}": f"also {sweeps}",
+            "--joint": "replace all targets together (unset: one at a time)",
+            "--positions P|each": "replace at this position alone, from 0, or from the end if "
+            "negative; each: at every position in turn (unset: at all together)",
+            **_KIND_FLAGS[kind],
+        },
+        positions=_position,
+        seed=int,
     )
-    parser.add_argument(
-        "--positions",
-        type=_position,
-        metavar="P|each",
-        help="replace at this position alone, from 0, or from the end if negative; each: at every "
-        "position in turn (unset: at all together)",
+    add_prompt_flags(parser)
+    add_flags(
+        parser,
+        {
+            "--text FILE": "a UTF-8 text of any length, or a .jsonl file, cut into windows",
+            "--text-key COLUMN": "what holds the text in a .jsonl file (default: text)",
+            "--length N": f"tokens of a window, its first token included (default: {_WINDOW}, or "
+            "the context where that is shorter)",
+            "--limit N": "windows taken from the text (unset: all)",
+            f"--metric {'|'.join(METRICS)}": f"{METRIC_HELP[:-1]}, loss with --text)",
+        },
     )
-    _add_kind_flags(parser, kind)
-    _add_input_flags(parser)
-    parser.add_argument(
-        "--top", type=count, default=15, metavar="N", help="rows shown (default: 15)"
-    )
+    add_answer_flags(parser)
+    add_flags(parser, {"--top N = 15": "rows shown"})
     add_rows_flag(parser)
     add_model_flags(parser)
     add_output_flags(parser)
@@ -104,65 +122,6 @@ def _position(text: str) -> int | str:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a position nor each") from None
-
-
-def _add_kind_flags(parser: argparse.ArgumentParser, kind: str) -> None:
-    windows = "; with --text: a text, cut into windows like it"
-    if kind == "mean":
-        parser.add_argument(
-            "--reference",
-            metavar="FILE",
-            required=True,
-            help=f"what the mean is taken over: a UTF-8 file, one prompt a line{windows}",
-        )
-        parser.add_argument(
-            "--over",
-            required=True,
-            choices=("batch", "batch,pos"),
-            metavar="batch|batch,pos",
-            help="batch: one mean for each position; batch,pos: one for all positions",
-        )
-    if kind == "resample":
-        parser.add_argument(
-            "--source",
-            metavar="FILE",
-            required=True,
-            help=f"where values come from: a UTF-8 file, one prompt a line{windows}",
-        )
-        parser.add_argument(
-            "--pairing",
-            default="rowwise",
-            choices=("rowwise", "shuffle"),
-            help="rowwise: prompt i takes the values of source i; shuffle: of a drawn one, never "
-            "its own (default: rowwise)",
-        )
-        parser.add_argument("--seed", type=int, metavar="N", help="the seed of the shuffle")
-
-
-def _add_input_flags(parser: argparse.ArgumentParser) -> None:
-    add_prompt_flags(parser)
-    parser.add_argument(
-        "--text",
-        metavar="FILE",
-        help="a UTF-8 text of any length, or a .jsonl file, cut into windows of tokens",
-    )
-    add_text_key_flag(parser)
-    parser.add_argument(
-        "--length",
-        type=count,
-        metavar="N",
-        help=f"tokens of a window, its first token included (default: {_WINDOW}, or the context "
-        "where that is shorter)",
-    )
-    parser.add_argument(
-        "--limit", type=count, metavar="N", help="windows taken from the text (unset: all)"
-    )
-    parser.add_argument(
-        "--metric",
-        choices=METRICS,
-        help="what is measured (unset: logit-diff with --answer and --foil, loss with --text)",
-    )
-    add_answer_flags(parser)
 
 
 @dataclass(frozen=True)
@@ -191,32 +150,31 @@ def run(arguments: argparse.Namespace) -> None:
     sharing = join(arguments)
     model, stand_in = load_model(arguments)
 
-    from resid_patching.files import write_text
     from resid_patching.models import ModelView
+    from resid_patching.show.html import texts_frame
+    from resid_patching.show.report import Report, section
 
     view = ModelView(model)
     sites = _targets(view, arguments)
     with Progress(shown=sharing.team.is_first) as progress:
         work = _Work(arguments, sites, sharing, progress)
         if inputs.prompts is None:
-            effect, shown = _on_text(view, work, inputs)
+            effect, facts = _on_text(view, work, inputs)
         else:
-            effect, shown = _on_prompts(view, work, inputs)
+            effect, facts = _on_prompts(view, work, inputs)
     if not sharing.team.is_first:
         return
-    if arguments.json is not None:
-        write_text(arguments.json, _as_json(effect, arguments, inputs, stand_in))
-    if arguments.csv is not None:
-        write_text(arguments.csv, csv_text(effect.to_frame()))
-    write_page(arguments, lambda: effect_page(effect, inputs.prompts, stand_in, asked(arguments)))
-    out = console()
-    print_model(out, view, effect.provenance, stand_in)
-    out.print()
-    if isinstance(shown, TextWindows):
-        _print_text(out, effect, shown)
-    else:
-        print_tokens(out, shown)
-    print_effect(out, effect, top=arguments.top, grid=arguments.sweep == "heads")
+    origin = effect.provenance
+    report = Report(
+        title=f"Ablation ({effect.how}), {origin.model}",
+        origin=origin,
+        model=model_text(view, origin),
+        sections=(section(effect, facts=facts, top=arguments.top),),
+        prompts=None if inputs.prompts is None else texts_frame({"prompt": inputs.prompts}),
+        stand_in=stand_in,
+    )
+    body = body_of(effect, **_known(effect, arguments, inputs), stand_in=stand_in)
+    deliver(arguments, report, body=body, frame=effect.to_frame)
 
 
 # What was asked
@@ -312,8 +270,9 @@ class _Work:
         )
 
 
-def _on_prompts(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, Prompts]:
+def _on_prompts(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, Facts]:
     from resid_patching.run import capture
+    from resid_patching.show.report import token_facts
 
     arguments = work.arguments
     prompts = inputs.prompts
@@ -324,10 +283,11 @@ def _on_prompts(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, 
         other = capture(view, inputs.other, prepend_bos=arguments.prepend_bos)
     metric = new_metric(inputs.metric, shared(inputs.answers), shared(inputs.foils), on_text=False)
     work.progress.expect(len(prompts))
-    return work.ablate(captured, _kind(arguments, other), metric), captured.prompts
+    effect = work.ablate(captured, _kind(arguments, other), metric)
+    return effect, token_facts(captured.prompts.token_texts)
 
 
-def _on_text(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, TextWindows]:
+def _on_text(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, Facts]:
     """Ablates a text group by group of its windows, so that memory does not grow with it."""
     from resid_patching.run import capture
 
@@ -348,7 +308,11 @@ def _on_text(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, Tex
         if arguments.kind == "resample":
             other = _source_of(captured, next(sources, None), arguments)
         parts.append(work.ablate(captured, _kind(arguments, other), metric, part))
-    return joined(parts, windows.hash, windows.n_windows), windows
+    effect = joined(parts, windows.hash, windows.n_windows)
+    n, length = windows.n_windows, windows.length
+    start = ", each from a beginning-of-sequence token" if effect.provenance.bos else ""
+    said = f"{windows.n_tokens} tokens in {n} window{'s' * (n > 1)} of up to {length}{start}"
+    return effect, (("text", (f"{windows.source}:", said)),)
 
 
 def _windows(view: ModelView, arguments: argparse.Namespace, path: str, whole: bool) -> TextWindows:
@@ -404,31 +368,53 @@ def _kind(arguments: argparse.Namespace, other: Run | None) -> Any:
 # Files
 
 
-def _as_json(
-    effect: Effect, arguments: argparse.Namespace, inputs: _Inputs, stand_in: str | None
-) -> str:
-    """The result, readable by `Effect.from_json`, with what the command knew beside it."""
-    body = json.loads(effect.to_json())
-    body["command"] = f"ablate {arguments.kind}"
-    body["stand_in"] = stand_in
-    body["prompts"] = inputs.prompts
-    body["text"] = arguments.text
-    body["text_key"] = arguments.text_key
-    for flag in ("reference", "over", "source", "pairing", "seed"):
+def _known(effect: Effect, arguments: argparse.Namespace, inputs: _Inputs) -> dict[str, Any]:
+    """What the command knew, for the JSON."""
+    known = {"command": f"ablate {arguments.kind}", "prompts": inputs.prompts}
+    for flag in ("text", "text_key", "reference", "over", "source", "pairing", "seed"):
         if hasattr(arguments, flag):
-            body[flag] = getattr(arguments, flag)
+            known[flag] = getattr(arguments, flag)
     if effect.has_perplexity:
-        frame = effect.perplexity.replace([math.inf], None)
-        body["perplexity"] = frame.to_dict("records")
-    return json.dumps(body, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+        known["perplexity"] = effect.perplexity.replace([math.inf], None).to_dict("records")
+    return known
 
 
-def _print_text(out: Any, effect: Effect, windows: TextWindows) -> None:
-    n, length = windows.n_windows, windows.length
-    start = ", each from a beginning-of-sequence token" if effect.provenance.bos else ""
-    print_line(
-        out,
-        "text",
-        f"{printable(windows.source)}:",
-        f"{windows.n_tokens} tokens in {n} window{'s' * (n > 1)} of up to {length}{start}",
+def joined(parts: list[Effect], tokens: str, n_prompts: int) -> Effect:
+    """The effects on groups of windows as one effect on all of them.
+
+    Args:
+        parts: one effect or more, of the same targets, kind and metric.
+        tokens: hash of all prompts.
+        n_prompts: how many prompts there are in all.
+    """
+    import torch
+
+    from resid_patching.result import Axis
+
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    how = first.how
+    if first.how != parts[1].how:  # each group of windows has its own group of the source
+        how = f"{first.how}, the first of {len(parts)} groups of windows"
+    origin = dataclasses.replace(
+        first.provenance,
+        tokens=tokens,
+        n_prompts=n_prompts,
+        plan=first.provenance.plan.replace(first.how, how),
+    )
+    weights = None
+    if first.weights is not None:
+        weights = torch.cat([part.weights for part in parts if part.weights is not None])
+    return dataclasses.replace(
+        first,
+        values=torch.cat([part.values for part in parts], 1),
+        axes=(first.axes[0], Axis("batch", tuple(range(n_prompts)))),
+        provenance=origin,
+        how=how,
+        baseline=torch.cat([part.baseline for part in parts]),
+        patched=torch.cat([part.patched for part in parts], 1),
+        direct=torch.cat([part.direct for part in parts], 1),
+        weights=weights,
+        routes=tuple(sorted({route for part in parts for route in part.routes})),
     )

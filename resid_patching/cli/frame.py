@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from resid_patching import processes
+from resid_patching.cli.flags import add_flags
 from resid_patching.errors import (
     HubUnreachableError,
     LostProcessError,
@@ -50,8 +53,31 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints one line to stderr and exits with 2."""
-        _fail(self.prog, f"{message} (see {self.prog} --help)", BAD_INPUT)
+        near = self._meant(message)
+        meant = f"; did you mean {near}?" if near else ""
+        _fail(self.prog, f"{message}{meant} (see {self.prog} --help)", BAD_INPUT)
         self.exit(BAD_INPUT)
+
+    def flags(self) -> list[str]:
+        """Every flag of the parser and of its sub-commands."""
+        found = dict.fromkeys(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    found |= dict.fromkeys(parser.flags())
+        return list(found)
+
+    def _meant(self, message: str) -> str:
+        """The flag, command or choice that a mistyped one is near to; nothing where none is."""
+        if message.startswith("unrecognized arguments: --"):
+            typed = message.split()[2].partition("=")[0]
+            near = difflib.get_close_matches(typed, self.flags(), 1)
+            return near[0] if near else ""
+        if chosen := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            choices = re.findall(r"[\w.,-]+", chosen[2].replace(", ", " "))
+            near = difflib.get_close_matches(chosen[1], choices, 1)
+            return near[0] if near else ""
+        return ""
 
     def print_help(self, file: Any = None) -> None:
         """Prints the help; unlike argparse's own, it does not hide that this failed."""
@@ -221,30 +247,18 @@ def _no_loading_bars() -> Any:
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that say which model, where and in what state."""
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model",
-        metavar="NAME",
-        help="a hub name, a Hugging Face folder, or demo (unset: gpt2 where it can be loaded, "
-        "else the shipped demo model)",
-    )
-    group.add_argument("--device", default="cpu", help="where the model goes (default: cpu)")
-    group.add_argument(
-        "--dtype",
-        default="float32",
-        choices=("float32", "float64", "bfloat16", "float16"),
-        help="dtype of the weights (default: float32)",
-    )
-    group.add_argument(
-        "--processing",
-        default="raw",
-        choices=("raw", "folded"),
-        help="weights as they are, or with TransformerLens's folding and centring (default: raw)",
-    )
-    group.add_argument(
-        "--backend",
-        default="auto",
-        choices=("auto", "hooked", "bridge"),
-        help="HookedTransformer or TransformerBridge (default: the first that can)",
+    add_flags(
+        group,
+        {
+            "--model NAME": "a hub name, a Hugging Face folder, or demo (unset: gpt2 where it can "
+            "be loaded, else the shipped demo model)",
+            "--device NAME = cpu": "where the model goes",
+            "--dtype float32|float64|bfloat16|float16 = float32": "dtype of the weights",
+            "--processing raw|folded = raw": "weights as they are, or with TransformerLens's "
+            "folding and centring",
+            "--backend auto|hooked|bridge = auto": "HookedTransformer or TransformerBridge; auto: "
+            "the first that can",
+        },
     )
     group.add_argument(
         "--no-bos",
@@ -257,14 +271,16 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags for files and debugging."""
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", metavar="FILE", help="write the whole result as JSON")
-    group.add_argument("--csv", metavar="FILE", help="write the whole result as CSV, long form")
-    group.add_argument(
-        "--html", metavar="FILE", help="write one HTML page: pictures, and a table that sorts"
+    add_flags(
+        parser.add_argument_group("output"),
+        {
+            "--json FILE": "write the whole result as JSON",
+            "--csv FILE": "write the whole result as CSV, long form",
+            "--html FILE": "write one HTML page: pictures, and a table that sorts",
+            "--png FILE": "write the main picture (needs kaleido)",
+            "--debug": "show tracebacks and library warnings",
+        },
     )
-    group.add_argument("--png", metavar="FILE", help="write the main picture (needs kaleido)")
-    group.add_argument("--debug", action="store_true", help="show tracebacks and library warnings")
 
 
 def require_writable(*paths: str | None) -> None:

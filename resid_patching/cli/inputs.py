@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
+from resid_patching.cli.flags import add_flags
 from resid_patching.cli.frame import UsageError
 
 
@@ -29,52 +29,34 @@ def read_lines(path: str) -> list[str]:
     return [line.removesuffix("\r") for line in lines]
 
 
-def given_text(argument: str) -> str:
-    """A text as it was typed, whatever the locale: arguments are UTF-8.
-
-    Raises:
-        argparse.ArgumentTypeError: they are not.
-    """
-    if not any("\ud800" <= character <= "\udfff" for character in argument):
-        return argument
-    try:  # Python keeps bytes that the locale cannot read as halves of characters.
-        return os.fsencode(argument).decode("utf-8")
-    except UnicodeError:
-        raise argparse.ArgumentTypeError(f"{argument!r} is not UTF-8 text") from None
-
-
 def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that give prompts."""
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        type=given_text,
-        metavar="TEXT",
-        help="a prompt; may be given several times",
-    )
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="a UTF-8 file, one prompt a line, or prompt<TAB>answer<TAB>foil",
+    add_flags(
+        parser,
+        {
+            "--prompt TEXT...": "a prompt; may be given several times",
+            "--prompts FILE": "a UTF-8 file, one prompt a line, or prompt<TAB>answer<TAB>foil",
+        },
     )
 
 
-def add_answer_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say which tokens a metric scores."""
-    parser.add_argument(
-        "--answer",
-        action="append",
-        type=given_text,
-        metavar="TOKEN",
-        help="the token scored, leading space included; once, or once for each prompt",
-    )
-    parser.add_argument(
-        "--foil",
-        action="append",
-        type=given_text,
-        metavar="TOKEN",
-        help="the token it is scored against; once, or once for each prompt",
-    )
+def add_answer_flags(parser: argparse.ArgumentParser, answer: str = "", foil: str = "") -> None:
+    """Adds the flags that say which tokens are scored.
+
+    Args:
+        parser: where.
+        answer: what holds where it is unset.
+        foil: likewise.
+    """
+    what = {
+        "--answer TOKEN...": ("the token scored, leading space included", answer),
+        "--foil TOKEN...": ("the token it is scored against", foil),
+    }
+    texts = {
+        spec: f"{text}; once, or once for each prompt" + (f" ({unset})" if unset else "")
+        for spec, (text, unset) in what.items()
+    }
+    add_flags(parser, texts)
 
 
 def read_prompts(
@@ -121,11 +103,3 @@ def spread(name: str, given: list[str] | None, prompts: list[str]) -> list[str] 
         f"--{name} was given {len(given)} times for {len(prompts)} prompts; give it once, or "
         "once for each prompt"
     )
-
-
-def count(text: str) -> int:
-    """A whole number from 1, as a flag's value."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is too few; give 1 or more")
-    return value

@@ -1,22 +1,24 @@
-"""What a lens reads on prompts, gathered for tables and files; lenses found in folders."""
+"""What the commands that read lenses share: flags, reports and files; lenses found in folders."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resid_patching.cli.frame import UsageError
-from resid_patching.cli.screen import csv_text
+from resid_patching.cli.output import deliver, model_text
 
 if TYPE_CHECKING:
     from resid_patching.lens.readout import LensReadout
-    from resid_patching.lens.results import LensResult, TopTokens
     from resid_patching.lens.tuned import TunedLens
     from resid_patching.run import Run
+    from resid_patching.show.lens import Reading
+    from resid_patching.show.report import Section, Table
+
+_PROMPTS_SHOWN = 4
 
 
 def add_place_flags(parser: argparse.ArgumentParser, in_depth: str) -> None:
@@ -48,82 +50,6 @@ def _position(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is below 0; this position counts from the start")
     return value
-
-
-@dataclass(frozen=True, eq=False)
-class Scored:
-    """A token that is followed through the layers.
-
-    Attributes:
-        what: answer, foil, or final_top: what the model itself finds most probable there.
-        texts: the token of each prompt; None for final_top.
-        prob: its probability [layer, batch, pos].
-        rank: how many tokens are above it [layer, batch, pos].
-    """
-
-    what: str
-    texts: Sequence[str] | None
-    prob: LensResult
-    rank: LensResult
-
-
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """What one lens reads.
-
-    Attributes:
-        name: `logit lens` or `tuned lens`.
-        readout: the lens on the run.
-        top: the most probable tokens.
-        entropy: in nats.
-        kl: from the model's output, in nats.
-        scored: the tokens that are followed.
-    """
-
-    name: str
-    readout: LensReadout
-    top: TopTokens
-    entropy: LensResult
-    kl: LensResult
-    scored: tuple[Scored, ...]
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The rows' labels."""
-        return self.readout.labels
-
-
-def read(
-    name: str,
-    readout: LensReadout,
-    top: int,
-    answers: Sequence[str] | None,
-    foils: Sequence[str] | None,
-) -> Reading:
-    """Reads everything that is printed or written.
-
-    Args:
-        name: what the lens is called.
-        readout: the lens on a run.
-        top: how many of the most probable tokens.
-        answers: a token for each prompt; None for what the model finds most probable.
-        foils: likewise; None for none.
-
-    Raises:
-        UsageError: more tokens than there are.
-        TokenError: not one token.
-    """
-    d_vocab = readout.run.view.d_vocab
-    if top > d_vocab:
-        raise UsageError(f"--top {top} was asked for, but the model has {d_vocab} tokens")
-    found = readout.measure("entropy", "kl", "prob", "rank", top=top, tokens=answers)
-    what = "final_top" if answers is None else "answer"
-    scored = [Scored(what, answers, found["prob"], found["rank"])]
-    if foils is not None:
-        other = readout.measure("prob", "rank", tokens=foils)
-        scored.append(Scored("foil", foils, other["prob"], other["rank"]))
-    tokens: Any = found["top_tokens"]
-    return Reading(name, readout, tokens, found["entropy"], found["kl"], tuple(scored))
 
 
 def every(readout: LensReadout, stride: int) -> LensReadout:
@@ -188,79 +114,129 @@ def require_lens(folder: str) -> None:
     raise UsageError(f"there is no lens at {path.absolute()}: {parent} {has}")
 
 
-def describe(lens: TunedLens, folder: str, model: Any) -> list[str]:
+def describe(lens: TunedLens, folder: str, model: Any) -> str:
     """Which tuned lens this is, and whether it is of the model, for a line."""
-    about = [f"tuned lens from {folder},"]
+    about = [f"tuned lens from {folder}"]
     if lens.site != "resid_pre":
-        about.append(f"on {lens.site},")
+        about.append(f"on {lens.site}")
     fit = lens.record.get("fit", {})
     if "training_tokens" in fit:
         tokens = f"{fit['training_tokens']:,} tokens"
-        about.append(f"fitted on {tokens}, {fit.get('steps_made', 0)} KL steps,")
+        about.append(f"fitted on {tokens}, {fit.get('steps_made', 0)} KL steps")
     about.append(lens.mark(model).removeprefix(", ") or "checked against the model")
-    return about
+    return ", ".join(about)
 
 
-# Files
-
-
-def write_files(
-    readings: Sequence[Reading], arguments: argparse.Namespace, known: dict[str, Any]
+def deliver_readings(
+    captured: Run,
+    readouts: Mapping[str, LensReadout],
+    asked: tuple[list[str], list[str] | None, list[str] | None],
+    arguments: argparse.Namespace,
+    *,
+    lens: TunedLens | None,
+    stand_in: str | None,
+    mean_kl: Table | None = None,
+    compare: bool = False,
 ) -> None:
-    """Writes the JSON and CSV that were asked for.
+    """Reads the prompts through one lens or two, writes the files and shows what they say.
 
     Args:
-        readings: one lens or two.
-        arguments: the flags --json, --csv and --lens.
-        known: what else the command knows, for the JSON.
+        captured: the run.
+        readouts: the lenses by name.
+        asked: prompts, answers and foils.
+        arguments: the flags.
+        lens: the tuned lens, where there is one.
+        stand_in: says so where the shipped model stands in for another.
+        mean_kl: a table below.
+        compare: whether two lenses at one position are one table.
+
+    Raises:
+        UsageError: more top tokens than there are.
     """
-    from resid_patching.files import write_text
-
-    if arguments.json is not None:
-        write_text(arguments.json, _as_json(readings, {**known, "folder": arguments.lens}))
-    if arguments.csv is not None:
-        write_text(arguments.csv, _as_csv(readings))
-
-
-def _as_json(readings: Sequence[Reading], extra: dict[str, Any]) -> str:
-    """The first reading's top tokens, readable by `TopTokens.from_json`, and all else beside it."""
-    body = _body(readings[0])
-    body.update(extra)
-    body["others"] = [_body(reading) for reading in readings[1:]]
-    return json.dumps(body, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
-
-
-def _body(reading: Reading) -> dict[str, Any]:
-    body = json.loads(reading.top.to_json())
-    body["lens"] = reading.name
-    for name in ("entropy", "kl"):
-        body[name] = json.loads(getattr(reading, name).to_json())
-    for scored in reading.scored:
-        body[scored.what] = {
-            "tokens": None if scored.texts is None else list(scored.texts),
-            "prob": json.loads(scored.prob.to_json()),
-            "rank": json.loads(scored.rank.to_json()),
-        }
-    return body
-
-
-def _as_csv(readings: Sequence[Reading]) -> str:
-    """One row for each lens, layer, prompt, position and rank."""
     import pandas
 
-    frame = pandas.concat([_frame(reading) for reading in readings])
-    return csv_text(frame)
+    from resid_patching.show.html import texts_frame
+    from resid_patching.show.lens import Reading
+    from resid_patching.show.report import Report, drawn
+
+    prompts, answers, foils = asked
+    if arguments.top > (d_vocab := captured.view.d_vocab):
+        raise UsageError(f"--top {arguments.top} was asked for, but the model has {d_vocab} tokens")
+    places = places_of(captured, arguments)
+    readings = [
+        Reading.of(name, readout, arguments.top, answers, foils)
+        for name, readout in readouts.items()
+    ]
+    frames = [reading.frame() for reading in readings]
+    origin = readings[0].kl.provenance
+    sections = _sections(captured, readings, frames, places, arguments, compare)
+    if lens is not None:
+        said = (("lens", describe(lens, arguments.lens, captured.view)),)
+        sections[0] = dataclasses.replace(sections[0], facts=(*said, *sections[0].facts))
+    if mean_kl is not None:
+        tables = (mean_kl, *sections[-1].tables)
+        sections[-1] = dataclasses.replace(sections[-1], tables=tables)
+    names = " and ".join(readouts)
+    report = Report(
+        title=f"{names[:1].upper()}{names[1:]}, {origin.model}",
+        origin=origin,
+        model=model_text(captured.view, origin),
+        sections=tuple(sections),
+        prompts=texts_frame({"prompt": prompts}),
+        stand_in=stand_in,
+        main=drawn("trajectory", *readouts.values()),
+    )
+    body = {**readings[0].body(), "stand_in": stand_in, "prompts": prompts, "positions": places}
+    command = "tuned-lens show" if compare else "logit-lens"
+    body |= {"command": command, "folder": arguments.lens}
+    body["others"] = [reading.body() for reading in readings[1:]]
+    deliver(arguments, report, body=body, frame=lambda: pandas.concat(frames))
 
 
-def _frame(reading: Reading) -> Any:
-    cell = ["layer", "batch", "pos"]
-    frame = reading.top.to_frame()
-    columns = {"entropy": reading.entropy, "kl": reading.kl}
-    for scored in reading.scored:
-        columns[f"{scored.what}_rank"] = scored.rank
-        columns[f"{scored.what}_prob"] = scored.prob
-    for name, result in columns.items():
-        values = result.to_frame()[[*cell, "value"]].set_axis([*cell, name], axis=1)
-        frame = frame.merge(values, on=cell, how="left")
-    frame.insert(0, "lens", reading.name)
-    return frame
+def _sections(
+    captured: Run,
+    readings: Sequence[Reading],
+    frames: Sequence[Any],
+    places: list[int] | None,
+    arguments: argparse.Namespace,
+    compare: bool,
+) -> list[Section]:
+    """A section for each prompt that is shown, and one of all cells for the page."""
+    from resid_patching.show import lens as show
+    from resid_patching.show.report import Section, drawn, token_items
+
+    sections = []
+    texts = captured.prompts.token_texts
+    for n in range(len(captured)):
+        pairs = list(zip(readings, frames, strict=True))
+        tables, grids = [], []
+        for reading, frame in pairs:
+            grid = show.token_grid(reading, frame, n, arguments.first)
+            grids.append(grid if places is None else dataclasses.replace(grid, on="page"))
+            if places is None:
+                grids += show.rank_grids(reading, n, arguments.first)
+            elif not compare:
+                tables.append(show.depth_table(reading, frame, n, places[n]))
+        if places is not None and compare:
+            tables.append(show.comparison_table(readings, frames, n, places[n]))
+        name = f"tokens {n}" if len(captured) > 1 else "tokens"
+        sections.append(
+            Section(
+                facts=((name, token_items(texts[n])),),
+                tables=tuple(tables),
+                grids=tuple(grids),
+                on="both" if n < _PROMPTS_SHOWN else "page",
+            )
+        )
+    left = len(captured) - _PROMPTS_SHOWN
+    readouts = [reading.readout for reading in readings]
+    caveats = dict.fromkeys(line for readout in readouts for line in readout.caveats())
+    by_layer = [drawn("lens_by_layer", *readouts)]
+    by_layer.append(drawn("lens_by_layer", *readouts, quantity="entropy"))
+    end = Section(
+        facts=(("", f"... and {left} more prompts; --csv and --json write all"),) * (left > 0),
+        caveats=tuple(caveats),
+        tables=(show.cells_table(frames),),
+        draws=tuple(by_layer),
+    )
+    return [*sections, end]

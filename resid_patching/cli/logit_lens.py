@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from resid_patching.cli.flags import add_flags
 from resid_patching.cli.frame import (
     Parser,
     UsageError,
@@ -12,30 +13,16 @@ from resid_patching.cli.frame import (
     add_output_flags,
     load_model,
 )
-from resid_patching.cli.inputs import add_answer_flags, add_prompt_flags, count, read_prompts
-from resid_patching.cli.lens_page import lens_page
+from resid_patching.cli.inputs import add_answer_flags, add_prompt_flags, read_prompts
 from resid_patching.cli.lens_reading import (
-    Reading,
     add_place_flags,
     beside,
-    describe,
+    deliver_readings,
     every,
-    places_of,
-    read,
     require_answers,
     require_lens,
-    write_files,
 )
-from resid_patching.cli.lens_tables import (
-    PROMPTS_SHOWN,
-    print_depth,
-    print_grid,
-    print_notes,
-    print_prompt,
-    print_prompts_left,
-)
-from resid_patching.cli.page import asked, require_files, write_page
-from resid_patching.cli.screen import console, print_line, print_model
+from resid_patching.cli.output import require_files
 
 if TYPE_CHECKING:
     from resid_patching.lens.tuned import TunedLens
@@ -61,55 +48,32 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 def _add_view_flags(parser: argparse.ArgumentParser) -> None:
     add_place_flags(parser, "in depth")
-    parser.add_argument(
-        "--mid", action="store_true", help="also read between attention and MLP of each layer"
-    )
-    parser.add_argument(
-        "--layers-every",
-        type=count,
-        default=1,
-        metavar="N",
-        help="read every so many layers; the last is always read (default: 1)",
-    )
-    parser.add_argument(
-        "--top",
-        type=count,
-        default=5,
-        metavar="N",
-        help="top tokens in depth and in files (default: 5)",
-    )
-    parser.add_argument(
-        "--lens",
-        metavar="FOLDER",
-        help="read through this tuned lens instead: ours, the tuned-lens package's, or demo",
-    )
-    parser.add_argument(
-        "--beside", action="store_true", help="with --lens: also the logit lens, for comparison"
+    add_flags(
+        parser,
+        {
+            "--mid": "also read between attention and MLP of each layer",
+            "--layers-every N = 1": "read every so many layers; the last is always read",
+            "--top N = 5": "top tokens in depth and in files",
+            "--lens FOLDER": "read through this tuned lens instead: ours, the tuned-lens "
+            "package's, or demo",
+            "--beside": "with --lens: also the logit lens, for comparison",
+        },
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Reads the prompts through the lens and prints what it says."""
-    prompts, answers, foils = read_prompts(arguments)
-    require_answers(answers, foils)
+    asked = read_prompts(arguments)
+    require_answers(*asked[1:])
     _require_flags(arguments)
     require_files(arguments)
     model, stand_in = load_model(arguments)
 
-    from resid_patching.models import ModelView
     from resid_patching.run import capture
 
-    view = ModelView(model)
-    captured = capture(view, prompts, prepend_bos=arguments.prepend_bos)
-    places = places_of(captured, arguments)
+    captured = capture(model, asked[0], prepend_bos=arguments.prepend_bos)
     lens, readouts = _readouts(captured, arguments)
-    readings = [
-        read(name, readout, arguments.top, answers, foils) for name, readout in readouts.items()
-    ]
-    known = {"command": "logit-lens", "stand_in": stand_in, "prompts": prompts, "positions": places}
-    write_files(readings, arguments, known)
-    write_page(arguments, lambda: lens_page(readings, prompts, stand_in, asked(arguments)))
-    _print(captured, readings, lens, places, arguments, stand_in)
+    deliver_readings(captured, readouts, asked, arguments, lens=lens, stand_in=stand_in)
 
 
 def _require_flags(arguments: argparse.Namespace) -> None:
@@ -141,27 +105,3 @@ def _readouts(
     if arguments.beside:
         found = {"logit lens": every(beside(tuned, captured), stride), **found}
     return lens, found
-
-
-def _print(
-    captured: Run,
-    readings: list[Reading],
-    lens: TunedLens | None,
-    places: list[int] | None,
-    arguments: argparse.Namespace,
-    stand_in: str | None,
-) -> None:
-    out = console()
-    print_model(out, captured.view, readings[0].kl.provenance, stand_in)
-    if lens is not None:
-        print_line(out, "lens", *describe(lens, arguments.lens, captured.view), gap=" ")
-    for number in range(min(len(captured), PROMPTS_SHOWN)):
-        out.print()
-        print_prompt(out, captured, number)
-        for reading in readings:
-            if places is None:
-                print_grid(out, reading, number, arguments.first)
-            else:
-                print_depth(out, reading, number, places[number])
-    print_prompts_left(out, captured)
-    print_notes(out, logit=lens is None or arguments.beside, tuned=lens is not None)

@@ -7,9 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from resid_patching.cli.flags import add_flags
 from resid_patching.cli.frame import UsageError
-from resid_patching.cli.inputs import add_answer_flags, count, given_text, spread
-from resid_patching.cli.scores import ANSWERED, METRICS, metric_name
+from resid_patching.cli.inputs import add_answer_flags, spread
+from resid_patching.cli.scores import ANSWERED, METRIC_HELP, METRICS, metric_name
 
 if TYPE_CHECKING:
     from resid_patching.prompt_sets import PromptPairs
@@ -35,110 +36,52 @@ def _choices(texts: dict[str, str]) -> str:
     return "; ".join(f"{name}: {text}" for name, text in texts.items())
 
 
-def add_sender_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say who sends."""
-    parser.add_argument(
-        "senders",
-        nargs="*",
-        metavar="SENDER",
-        help="who writes: 9.9 (a head), attn.9, mlp.9, embed, ...",
+def add_path_patch_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say who sends and reads, which prompts, and what is measured."""
+    add_flags(
+        parser,
+        {
+            "senders SENDER*": "who writes: 9.9 (a head), attn.9, mlp.9, embed, ...",
+            "--sweep heads|layers": f"also, as senders, {_choices(_SWEEPS)}",
+            "--joint": "all senders together (unset: one at a time)",
+        },
     )
-    parser.add_argument(
-        "--sweep", choices=tuple(_SWEEPS), help=f"also, as senders, {_choices(_SWEEPS)}"
+    add_flags(
+        parser.add_argument_group("path"),
+        {
+            "--to RECEIVER...": "who reads: logits, 10.0.q (or k, v), mlp.10.in, resid_pre.10 "
+            "(or mid, post); several are alternatives side by side",
+            "--to-sweep q|k|v|mlp": "also every receiver of this kind",
+            "--together": "all receivers are written together (unset: one at a time, side by side)",
+            "--mlps freeze|recompute !": _choices(_MLPS),
+            "--using zero|mean|resample !": f"what the sender's value is replaced with; "
+            f"{_choices(_USING)}",
+            "--over batch|batch,pos": "axes of --using mean: batch: one mean for each position; "
+            "batch,pos: one for all",
+            "--positions P": "the sender's position, from 0, or from the end if negative, or END; "
+            f"with --indirect-object also {', '.join(_NAMED[:-1])} (unset: all)",
+        },
+        positions=str,
     )
-    parser.add_argument(
-        "--joint", action="store_true", help="all senders together (unset: one at a time)"
+    add_flags(
+        parser.add_argument_group("prompts"),
+        {
+            "--base TEXT...": "the prompt that is run and changed",
+            "--source TEXT...": "the prompt that other values come from: one for each --base, or "
+            "with --using mean as many as the mean is taken over",
+            "--pairs FILE": "tab-separated UTF-8 whose first line names base, source and, if any, "
+            "answer and foil; or a .jsonl file with these keys",
+            "--indirect-object N": 'N pairs like "When Mary and John went to the store, John gave '
+            'a drink to"',
+            "--seed N": "seed of --indirect-object",
+            "--corrupt names|swap": f"with --indirect-object; {_choices(_CORRUPT)}",
+        },
+        seed=int,
     )
-
-
-def add_path_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say who reads, and how."""
-    group = parser.add_argument_group("path")
-    group.add_argument(
-        "--to",
-        action="append",
-        metavar="RECEIVER",
-        help="who reads: logits, 10.0.q (or k, v), mlp.10.in, resid_pre.10 (or mid, post); "
-        "several are alternatives side by side",
-    )
-    group.add_argument(
-        "--to-sweep", choices=("q", "k", "v", "mlp"), help="also every receiver of this kind"
-    )
-    group.add_argument(
-        "--together",
-        action="store_true",
-        help="all receivers are written together (unset: one at a time, side by side)",
-    )
-    group.add_argument("--mlps", choices=tuple(_MLPS), required=True, help=_choices(_MLPS))
-    group.add_argument(
-        "--using",
-        choices=tuple(_USING),
-        required=True,
-        help=f"what the sender's value is replaced with; {_choices(_USING)}",
-    )
-    group.add_argument(
-        "--over",
-        choices=("batch", "batch,pos"),
-        metavar="batch|batch,pos",
-        help="axes of --using mean: batch: one mean for each position; batch,pos: one for all",
-    )
-    group.add_argument(
-        "--positions",
-        metavar="P",
-        help="the sender's position, from 0, or from the end if negative, or END; with "
-        f"--indirect-object also {', '.join(_NAMED[:-1])} (unset: all)",
-    )
-
-
-def add_pair_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that give pairs of prompts."""
-    group = parser.add_argument_group("prompts")
-    group.add_argument(
-        "--base",
-        action="append",
-        type=given_text,
-        metavar="TEXT",
-        help="the prompt that is run and changed",
-    )
-    group.add_argument(
-        "--source",
-        action="append",
-        type=given_text,
-        metavar="TEXT",
-        help="the prompt that other values come from: one for each --base, or with --using mean "
-        "as many as the mean is taken over",
-    )
-    group.add_argument(
-        "--pairs",
-        metavar="FILE",
-        help="tab-separated UTF-8 whose first line names base, source and, if any, answer and "
-        "foil; or a .jsonl file with these keys",
-    )
-    group.add_argument(
-        "--indirect-object",
-        type=count,
-        metavar="N",
-        help='N pairs like "When Mary and John went to the store, John gave a drink to"',
-    )
-    group.add_argument("--seed", type=int, metavar="N", help="seed of --indirect-object")
-    group.add_argument(
-        "--corrupt", choices=tuple(_CORRUPT), help=f"with --indirect-object; {_choices(_CORRUPT)}"
-    )
-
-
-def add_metric_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say what is measured."""
-    parser.add_argument(
-        "--metric",
-        choices=METRICS,
-        help="what is measured (unset: logit-diff with --answer and --foil)",
-    )
+    add_flags(parser, {f"--metric {'|'.join(METRICS)}": METRIC_HELP})
     add_answer_flags(parser)
-    parser.add_argument(
-        "--linearised",
-        action="store_true",
-        help="also the value with receivers' norms frozen, an approximation",
-    )
+    text = "also the value with receivers' norms frozen, an approximation"
+    add_flags(parser, {"--linearised": text, "--top N = 15": "rows shown"})
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from resid_patching.cli.frame import (
@@ -14,28 +15,38 @@ from resid_patching.cli.frame import (
     add_output_flags,
     load_model,
 )
-from resid_patching.cli.inputs import count
-from resid_patching.cli.page import asked, require_files, write_page
-from resid_patching.cli.pages import paths_page
-from resid_patching.cli.path_inputs import (
-    Inputs,
-    add_metric_flags,
-    add_pair_flags,
-    add_path_flags,
-    add_sender_flags,
-    read_inputs,
-)
-from resid_patching.cli.path_output import Found, print_found
+from resid_patching.cli.output import body_of, deliver, model_text, require_files
+from resid_patching.cli.path_inputs import Inputs, add_path_patch_flags, read_inputs
 from resid_patching.cli.progress import Progress
 from resid_patching.cli.scores import ANSWERED, new_metric, shared
-from resid_patching.cli.screen import console, csv_text
 from resid_patching.cli.sharing import Sharing, add_rows_flag, join
+from resid_patching.markup import quoted
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from resid_patching.ablation import Effect, Path
     from resid_patching.models import ModelView
-    from resid_patching.prompt_sets import PromptPairs
+    from resid_patching.prompt_sets import Difference, PromptPairs
+    from resid_patching.prompts import Prompts
     from resid_patching.run import Run
+    from resid_patching.show.report import Facts
+
+_PAIRS, _TOKENS = 4, 60  # that are shown
+_REPLACED = {
+    "zero": "at zero",
+    "mean": "at its mean over the source prompts",
+    "resample": "at its value in source",
+}
+_MLPS = {
+    "recompute": "recompute: MLPs between sender and receiver answer the change",
+    "freeze": "freeze: MLPs between sender and receiver keep their values",
+}
+_WITHOUT = {
+    "zero": "without the message",
+    "mean": "with the mean message",
+    "resample": "with the source's message",
+}
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
@@ -47,13 +58,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         epilog=f"Example: {prog} --sweep heads --to logits --mlps recompute --using resample "
         "--indirect-object 16 --seed 0 --corrupt names --positions END",
     )
-    add_sender_flags(parser)
-    add_path_flags(parser)
-    add_pair_flags(parser)
-    add_metric_flags(parser)
-    parser.add_argument(
-        "--top", type=count, default=15, metavar="N", help="rows shown (default: 15)"
-    )
+    add_path_patch_flags(parser)
     add_rows_flag(parser)
     add_model_flags(parser)
     add_output_flags(parser)
@@ -69,20 +74,67 @@ def run(arguments: argparse.Namespace) -> None:
     sharing = join(arguments)
     model, stand_in = load_model(arguments)
 
-    from resid_patching.files import write_text
     from resid_patching.models import ModelView
+    from resid_patching.show.html import texts_frame
+    from resid_patching.show.report import Report, section
 
     view = ModelView(model)
     pairs = inputs.pairs or _drawn(view, arguments)
     found = _patch(view, pairs, inputs, arguments, sharing)
     if found is None:
         return
-    if arguments.json is not None:
-        write_text(arguments.json, _as_json(found, arguments, stand_in))
-    if arguments.csv is not None:
-        write_text(arguments.csv, _as_csv(found))
-    write_page(arguments, lambda: paths_page(found, stand_in, asked(arguments)))
-    print_found(console(), view, found, stand_in, top=arguments.top)
+    effect = found.effect
+    more = {
+        "recovery": None if found.small_gap else found.recovery,
+        "linearised": None if found.linearised is None else effect.mean(found.linearised),
+    }
+    part = section(
+        effect,
+        facts=_facts(found, pairs, arguments),
+        caveats=_caveats(found, arguments),
+        more={
+            n: v.detach().cpu().double().flatten().tolist()
+            for n, v in more.items()
+            if v is not None
+        },
+        top=arguments.top,
+    )
+    sources = None if found.sources is None else list(found.sources)[: len(pairs)]
+    report = Report(
+        title=f"Path patching, {effect.provenance.model}",
+        origin=effect.provenance,
+        model=model_text(view, effect.provenance),
+        sections=(part,),
+        prompts=texts_frame({"base": list(pairs.base), "source": sources}),
+        stand_in=stand_in,
+    )
+    body = body_of(effect, **_known(found, pairs, arguments), stand_in=stand_in)
+    deliver(arguments, report, body=body, frame=lambda: _frame(found))
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a command found.
+
+    Attributes:
+        effect: the effects.
+        sources: the texts that other values come from; None for zero.
+        prompts: the base prompts as tokens.
+        differing: where base and source differ, for each pair; None where none is resampled.
+        linearised: effects with the receivers' norms frozen, shaped as the effect's values.
+        source: the metric in the source [batch].
+        recovery: shares of the way from base to source, [target] or [target, receiver].
+        small_gap: whether base and source are too close for shares to mean much.
+    """
+
+    effect: Effect
+    sources: Sequence[str] | None
+    prompts: Prompts
+    differing: list[list[Difference]] | None
+    linearised: Tensor | None
+    source: Tensor | None = None
+    recovery: Tensor | None = None
+    small_gap: bool = False
 
 
 # Running
@@ -138,15 +190,10 @@ def _patch(
         return None
     return Found(
         effect=effect,
-        pairs=pairs,
         sources=sources,
         prompts=base.prompts,
-        where="all positions" if arguments.positions is None else arguments.positions,
         differing=differing,
         linearised=_linearised(base, senders, path, options) if arguments.linearised else None,
-        swept=arguments.sweep == "heads" and not arguments.joint,
-        using=arguments.using,
-        mlps=arguments.mlps,
         **_compared(effect, source, metric, inputs, arguments),
     )
 
@@ -229,26 +276,82 @@ def _compared(
     return {"source": measured, "recovery": shares, "small_gap": small}
 
 
+# What is said beside the numbers
+
+
+def _where(arguments: argparse.Namespace) -> str:
+    return "all positions" if arguments.positions is None else arguments.positions
+
+
+def _facts(found: Found, pairs: PromptPairs, arguments: argparse.Namespace) -> Facts:
+    """Prompts and where they differ, what was changed, and the metric in both runs."""
+    from resid_patching.show.report import token_items
+
+    effect = found.effect
+    facts: list[tuple[str, str | Sequence[str]]] = [
+        ("pairs", pairs.how.split("\t")),
+        ("base", token_items(found.prompts.token_texts[0], _TOKENS)),
+    ]
+    differing = found.differing or []
+    for row, differences in enumerate(differing[:_PAIRS]):
+        items = [f"{d.position} {quoted(d.base)} -> {quoted(d.source)}" for d in differences]
+        if len(items) > _TOKENS:
+            items[_TOKENS:] = [f"... {len(items) - _TOKENS} more tokens"]
+        name = [f"pair {row}:"] if len(differing) > 1 else []
+        facts.append(("" if row else "differs", name + (items or ["nowhere: its own source"])))
+    if len(differing) > _PAIRS:
+        facts.append(("", f"... {len(differing) - _PAIRS} more pairs"))
+    change = "base runs; only the sender's message to the receiver is replaced, by what it is"
+    change += f" with the sender {_REPLACED[arguments.using]}, at {_where(arguments)}"
+    facts += [("change", change), ("mlps", f"{_MLPS[arguments.mlps]}; other heads keep theirs")]
+    (_, kind), _, (name, base) = effect.facts()[:3]
+    facts += [("kind", kind), ("at", _where(arguments)), (name, base)]
+    if found.source is not None:
+        value = float(found.source.cpu().double().mean())
+        before = float(effect.mean(effect.baseline))
+        facts[-1] = (name, f"{base}; source {value:+.4f}, source - base {value - before:+.4f}")
+    return tuple(facts)
+
+
+def _caveats(found: Found, arguments: argparse.Namespace) -> tuple[str, ...]:
+    said = []
+    if found.small_gap:
+        said.append("recovery is not shown: base and source nearly agree, so read the raw effects.")
+    elif found.recovery is not None:
+        said.append(
+            "recovery: total / (source - base); 100% makes the base prompts as the source's."
+        )
+    if found.linearised is not None:
+        said.append("linearised: with the receiver's norm frozen, an approximation of the total.")
+    if found.effect.metric.startswith(("KL", "change")):
+        said.append("Sign: effects run from 0 up, and say how far the prediction moves.")
+    else:
+        other = _WITHOUT[arguments.using]
+        said.append(
+            f"Sign: negative: {other} the metric is lower, so in base the sender raises it."
+        )
+    if arguments.using == "resample":
+        said.append("Direction: source into base. The other way round is another experiment.")
+    return tuple(said)
+
+
 # Files
 
 
-def _as_json(found: Found, arguments: argparse.Namespace, stand_in: str | None) -> str:
-    """The result, readable by `Effect.from_json`, with what the command knew beside it."""
-    pairs = found.pairs
-    body = json.loads(found.effect.to_json())
-    body |= {"command": "path-patch", "stand_in": stand_in, "pairs": pairs.how}
-    body |= {"base": list(pairs.base), "answers": _listed(pairs.answers)}
-    body["source"] = _listed(found.sources)
-    body |= {"foils": _listed(pairs.foils), "orders": list(pairs.orders)}
-    body["differences"] = found.differing
+def _known(found: Found, pairs: PromptPairs, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the command knew, for the JSON."""
+    known: dict[str, Any] = {"command": "path-patch", "pairs": pairs.how}
+    known |= {"base": list(pairs.base), "answers": _listed(pairs.answers)}
+    known |= {"source": _listed(found.sources), "foils": _listed(pairs.foils)}
+    known |= {"orders": list(pairs.orders), "differences": found.differing}
     for flag in ("using", "over", "mlps", "together", "seed", "corrupt"):
-        body[flag] = getattr(arguments, flag)
-    body["sent_from"] = found.where
-    body["named_positions"] = {name: list(rows) for name, rows in pairs.positions.items()}
-    body["source_metric"] = _finite(found.source)
-    body["recovery"] = _finite(found.recovery)
-    body["linearised"] = _finite(found.linearised)
-    return json.dumps(body, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+        known[flag] = getattr(arguments, flag)
+    known["sent_from"] = _where(arguments)
+    known["named_positions"] = {name: list(rows) for name, rows in pairs.positions.items()}
+    known["source_metric"] = _finite(found.source)
+    known["recovery"] = _finite(found.recovery)
+    known["linearised"] = _finite(found.linearised)
+    return known
 
 
 def _listed(texts: Any) -> list[str] | None:
@@ -268,8 +371,8 @@ def _finite(values: Any) -> Any:
     return clean(values.detach().cpu().double().tolist())
 
 
-def _as_csv(found: Found) -> str:
+def _frame(found: Found) -> Any:
     frame = found.effect.to_frame()
     if found.linearised is not None:
         frame["linearised"] = found.linearised.detach().cpu().double().flatten().numpy()
-    return csv_text(frame)
+    return frame

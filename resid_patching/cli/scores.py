@@ -7,6 +7,7 @@ from typing import Any
 from resid_patching.cli.frame import UsageError
 
 METRICS = ("logit-diff", "logit", "prob", "loss", "kl", "top1-change")
+METRIC_HELP = "what is measured (unset: logit-diff with --answer and --foil)"
 ANSWERED = ("logit-diff", "logit", "prob")  # those that score a token
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -16,24 +16,12 @@ from resid_patching.cli.frame import (
     load_model,
 )
 from resid_patching.cli.inputs import add_prompt_flags, read_prompts
-from resid_patching.cli.page import asked, require_files, write_page
-from resid_patching.cli.pages import stream_page
-from resid_patching.cli.screen import (
-    bar,
-    console,
-    csv_text,
-    new_table,
-    print_model,
-    print_tokens,
-    quoted,
-)
+from resid_patching.cli.output import body_of, deliver, model_text, require_files
 
 if TYPE_CHECKING:
-    from resid_patching.prompts import Prompts
-    from resid_patching.run import Run
+    from resid_patching.show.report import Table
     from resid_patching.stream import StreamReport
 
-_PROMPTS_SHOWN = 4
 _POSITIONS_SHOWN = 24
 
 
@@ -85,23 +73,53 @@ def run(arguments: argparse.Namespace) -> None:
     require_files(arguments)
     model, stand_in = load_model(arguments)
 
-    from resid_patching.files import write_text
+    import pandas
+
     from resid_patching.run import capture
+    from resid_patching.show.html import texts_frame
+    from resid_patching.show.report import Report, section, token_facts
     from resid_patching.stream import stream_report
 
     captured = capture(model, prompts, prepend_bos=arguments.prepend_bos)
-    clean = stream_report(captured, positions=arguments.positions)
+    reports = [stream_report(captured, positions=arguments.positions)]
     how = _intervention(arguments)
-    changed = None
     if how is not None:
-        changed = stream_report(captured, how, positions=arguments.positions)
-    if arguments.json is not None:
-        write_text(arguments.json, _as_json(clean, changed, prompts, stand_in))
-    if arguments.csv is not None:
-        write_text(arguments.csv, _as_csv(clean, changed))
-    flags = asked(arguments)
-    write_page(arguments, lambda: stream_page(clean, changed, prompts, stand_in, flags))
-    _print(captured, clean, changed, stand_in)
+        reports.insert(0, stream_report(captured, how, positions=arguments.positions))
+    main, clean = reports[0], reports[-1]
+    parts = [section(each, title=_title(each) if how else "") for each in reports]
+    for number, part in enumerate(parts[:-1]):
+        parts[number] = dataclasses.replace(part, caveats=())
+    facts = (*token_facts(captured.prompts.token_texts), *parts[0].facts)
+    tables = (*parts[-1].tables, _survival(clean, main if how else None))
+    parts[0] = dataclasses.replace(parts[0], facts=facts)
+    parts[-1] = dataclasses.replace(parts[-1], tables=tables)
+    report = Report(
+        title=f"The running total, {main.how or 'clean'}, {main.provenance.model}",
+        origin=main.provenance,
+        model=model_text(captured.view, main.provenance),
+        sections=tuple(parts),
+        prompts=texts_frame({"prompt": prompts}),
+        stand_in=stand_in,
+    )
+    body = body_of(main, command="stream", stand_in=stand_in, prompts=prompts)
+    body["clean"] = body_of(clean) if how else None
+    frames = [each.to_frame().assign(intervention=each.how or "none") for each in reports[::-1]]
+    deliver(arguments, report, body=body, frame=lambda: pandas.concat(frames))
+
+
+def _title(report: StreamReport) -> str:
+    return f"The running total, {report.how or 'clean'}"
+
+
+def _survival(clean: StreamReport, changed: StreamReport | None) -> Table:
+    """Cosine of the last state with the start, prompt by prompt and position by position."""
+    from resid_patching.show.report import Table
+
+    frame = clean.survivals().rename(columns={"survival": "clean"})
+    if changed is not None:
+        frame["changed"] = changed.survivals()["survival"]
+    bar = str(frame.columns[-1])
+    return Table(frame, "survival: cos(start, last state)", bar=bar, top=_POSITIONS_SHOWN)
 
 
 def _intervention(arguments: argparse.Namespace) -> Any:
@@ -110,96 +128,3 @@ def _intervention(arguments: argparse.Namespace) -> Any:
     if arguments.overwrite:
         return Overwrite()
     return None if arguments.write_scale is None else WriteScale(arguments.write_scale)
-
-
-def _as_json(
-    clean: StreamReport, changed: StreamReport | None, prompts: list[str], stand_in: str | None
-) -> str:
-    """The changed report, or the clean one, readable by `StreamReport.from_json`."""
-    body = json.loads((changed or clean).to_json())
-    body["command"] = "stream"
-    body["stand_in"] = stand_in
-    body["prompts"] = prompts
-    body["clean"] = None if changed is None else json.loads(clean.to_json())
-    return json.dumps(body, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
-
-
-def _as_csv(clean: StreamReport, changed: StreamReport | None) -> str:
-    import pandas
-
-    frames = [
-        report.to_frame().assign(intervention=report.how or "none")
-        for report in (clean, changed)
-        if report is not None
-    ]
-    return csv_text(pandas.concat(frames))
-
-
-def _print(
-    run: Run, clean: StreamReport, changed: StreamReport | None, stand_in: str | None
-) -> None:
-    out = console()
-    print_model(out, run.view, clean.provenance, stand_in)
-    out.print()
-    print_tokens(out, run.prompts)
-    for report in (clean, changed):
-        if report is not None:
-            _print_writes(out, report)
-    _print_survival(out, run.prompts, clean, changed)
-
-
-def _print_writes(out: Any, report: StreamReport) -> None:
-    frame = report.summary()
-    n = int(frame["n"].iloc[0])
-    title = "running total, clean" if report.how is None else f"intervention: {report.how}"
-    out.print()
-    out.print(f"{title}; {f'mean over {n} positions' if n > 1 else 'one position'}")
-    table = new_table("write", "norm", "stream after", "share", "cosine with start", "")
-    start = float(report.start_norm.cpu().double().nanmean())
-    table.add_row("start", "", f"{start:.3f}", "", "+1.0000", "")
-    for row in frame.to_dict("records"):
-        cosine = float(row["mean_cosine"])
-        table.add_row(
-            str(row["write"]),
-            f"{row['mean_write_norm']:.3f}",
-            f"{row['mean_stream_norm']:.3f}",
-            f"{row['mean_share']:.1%}",
-            f"{cosine:+.4f}",
-            bar(0.0 if math.isnan(cosine) else cosine, 1.0, 10),
-        )
-    out.print(table)
-    terms = "last write" if _overwrites(report) else "start + all writes"
-    out.print(
-        f"largest |{terms} - last state|  {report.exactness:.1e}, "
-        f"{report.relative_exactness:.1e} of the largest entry summed"
-    )
-
-
-def _overwrites(report: StreamReport) -> bool:
-    from resid_patching.stream import Overwrite
-
-    return report.how == str(Overwrite())
-
-
-def _print_survival(
-    out: Any, prompts: Prompts, clean: StreamReport, changed: StreamReport | None
-) -> None:
-    """Cosine of the last state with the start, prompt by prompt and position by position."""
-    reports = [clean] if changed is None else [clean, changed]
-    table = new_table("survival", *["clean", "changed"][: len(reports)], "")
-    for row, texts in enumerate(clean.token_texts[:_PROMPTS_SHOWN]):
-        for place, text in enumerate(texts[:_POSITIONS_SHOWN]):
-            name = f"{clean.axis('pos').labels[place]} {quoted(text)}"
-            values = [float(report.survival[row, place]) for report in reports]
-            cells = [f"{value:+.4f}" for value in values]
-            last = 0.0 if math.isnan(values[-1]) else values[-1]
-            table.add_row(
-                f"{row}: {name}" if len(prompts) > 1 else name, *cells, bar(last, 1.0, 10)
-            )
-    out.print()
-    out.print(table)
-    if any(len(texts) > _POSITIONS_SHOWN for texts in clean.token_texts[:_PROMPTS_SHOWN]):
-        out.print(f"the first {_POSITIONS_SHOWN} positions of each prompt; --csv writes all")
-    means = [float(report.survival.cpu().double().nanmean()) for report in reports]
-    line = f"mean survival, cos(start, last state)  {means[0]:+.4f}"
-    out.print(line if changed is None else f"{line} clean, {means[1]:+.4f} changed")

@@ -7,7 +7,6 @@ is a document a row (`texts`), and no window holds tokens of two.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
@@ -197,13 +196,6 @@ class TextWindows:
 
 def _bytes_read(file: IO[str]) -> int:
     return file.buffer.tell()  # type: ignore[attr-defined]
-
-
-def add_text_key_flag(parser: argparse.ArgumentParser, of: str = "a .jsonl file") -> None:
-    """Adds the flag that says what of a row is its text."""
-    parser.add_argument(
-        "--text-key", metavar="COLUMN", help=f"what holds the text in {of} (default: text)"
-    )
 
 
 def require_texts(paths: Iterable[str], text_key: str | None) -> None:

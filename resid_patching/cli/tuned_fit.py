@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resid_patching.cli.frame import UsageError, ignore_launcher, load_model
 from resid_patching.cli.lens_reading import describe
-from resid_patching.cli.lens_tables import print_kl, print_notes
-from resid_patching.cli.page import asked, require_files, write_page
-from resid_patching.cli.pages import kl_page
-from resid_patching.cli.screen import console, csv_text, print_line, print_model
+from resid_patching.cli.output import deliver_kl, require_files
 from resid_patching.cli.text import require_texts
 from resid_patching.errors import LostProcessError
 from resid_patching.texts import has_rows, read_text
@@ -68,10 +64,7 @@ def fit(arguments: argparse.Namespace) -> None:
                 "replaced; give each fit an --out of its own"
             )
         lens.save(arguments.out)
-        _write(lens, arguments, stand_in)
-        origin = _origin(view)
-        write_page(arguments, lambda: _page(lens, origin, arguments, stand_in))
-        _print(view, lens, origin, arguments, stand_in, team)
+        _deliver(view, lens, arguments, stand_in, team)
     except KeyboardInterrupt:
         ignore_launcher()
         raise KeyboardInterrupt(_what_is_left(arguments)) from None
@@ -87,19 +80,6 @@ def _checked(arguments: argparse.Namespace) -> bool:
     require_files(arguments)
     _require_optimizer(arguments)
     return is_dataset
-
-
-def _page(lens: TunedLens, origin: Any, arguments: argparse.Namespace, stand_in: str | None) -> Any:
-    return kl_page(
-        "Tuned lens, as fitted",
-        _columns(lens),
-        lens.labels,
-        over=f"mean over {lens.record['validation']['tokens']:,} tokens held out of the fit "
-        f"({lens.record['validation']['held_out']})",
-        origin=origin,
-        stand_in=stand_in,
-        flags=asked(arguments),
-    )
 
 
 # What was asked
@@ -256,31 +236,6 @@ def _columns(lens: TunedLens) -> dict[str, list[Any]]:
     return {name: values for name, values in columns.items() if values}
 
 
-def _write(lens: TunedLens, arguments: argparse.Namespace, stand_in: str | None) -> None:
-    from resid_patching.files import write_text
-
-    if arguments.json is not None:
-        body = {
-            "format": "resid_patching",
-            "command": "tuned-lens fit",
-            "stand_in": stand_in,
-            "folder": arguments.out,
-            "text": arguments.text[0] if len(arguments.text) == 1 else arguments.text,
-            "text_key": arguments.text_key,
-            "site": lens.site,
-            "fingerprint": lens.fingerprint.as_dict(),
-            "record": lens.record,
-        }
-        text = json.dumps(body, ensure_ascii=False, indent=1, allow_nan=False)
-        write_text(arguments.json, text + "\n")
-    if arguments.csv is not None:
-        import pandas
-
-        columns = {name.replace(" ", "_"): values for name, values in _columns(lens).items()}
-        frame = pandas.DataFrame({"layer": lens.labels, **columns})
-        write_text(arguments.csv, csv_text(frame))
-
-
 def _origin(view: ModelView) -> Any:
     from resid_patching.prompts import prepare
     from resid_patching.result import provenance
@@ -295,29 +250,38 @@ def _source(arguments: argparse.Namespace) -> str:
     return f"{names} (rows by {arguments.text_key or 'text'!r})" if has_key else names
 
 
-def _print(
+def _deliver(
     view: ModelView,
     lens: TunedLens,
-    origin: Any,
     arguments: argparse.Namespace,
     stand_in: str | None,
     team: Team,
 ) -> None:
-    out = console()
-    record = lens.record
-    print_model(out, view, origin, stand_in)
-    if team.size > 1:
-        print_line(out, "launch", f"{team.size} processes")
-    print_line(out, "lens", *describe(lens, arguments.out, view), gap=" ")
-    made = record["fit"]
-    print_line(
-        out,
-        "text",
-        f"{_source(arguments)}, windows of {made['window']} tokens,",
-        f"{record['validation']['tokens']} tokens held out: {record['validation']['held_out']}",
-        gap=" ",
-    )
-    print_kl(out, "KL(final || lens) on held-out tokens, in nats", lens.labels, _columns(lens))
+    made, held = lens.record["fit"], lens.record["validation"]
     size = sum(path.stat().st_size for path in Path(arguments.out).iterdir()) / 2**20
-    out.print(f"Written to {arguments.out} ({size:.1f} MiB).", soft_wrap=True)
-    print_notes(out, logit=False, tuned=True)
+    cut = f"{_source(arguments)}, windows of {made['window']} tokens, {held['tokens']} tokens"
+    facts = [("lens", describe(lens, arguments.out, view))]
+    facts += [("text", f"{cut} held out: {held['held_out']}")]
+    facts += [("written", f"{arguments.out} ({size:.1f} MiB)")]
+    if team.size > 1:
+        facts.insert(0, ("launch", f"{team.size} processes"))
+    deliver_kl(
+        arguments,
+        lens,
+        _columns(lens),
+        title="KL(final || lens) on held-out tokens, in nats",
+        over=f"mean over {held['tokens']:,} tokens held out of the fit ({held['held_out']})",
+        facts=tuple(facts),
+        view=view,
+        origin=_origin(view),
+        stand_in=stand_in,
+        known={
+            "command": "tuned-lens fit",
+            "folder": arguments.out,
+            "text": arguments.text[0] if len(arguments.text) == 1 else arguments.text,
+            "text_key": arguments.text_key,
+            "site": lens.site,
+            "fingerprint": lens.fingerprint.as_dict(),
+            "record": lens.record,
+        },
+    )

@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resid_patching.cli.frame import UsageError, load_model
 from resid_patching.cli.inputs import read_prompts
-from resid_patching.cli.lens_page import lens_page
 from resid_patching.cli.lens_reading import (
-    Reading,
     beside,
+    deliver_readings,
     describe,
-    places_of,
-    read,
     require_answers,
     require_lens,
-    write_files,
 )
-from resid_patching.cli.lens_tables import (
-    PROMPTS_SHOWN,
-    print_comparison,
-    print_grid,
-    print_kl,
-    print_notes,
-    print_prompt,
-    print_prompts_left,
-)
-from resid_patching.cli.page import asked, require_files, write_page
-from resid_patching.cli.pages import kl_page
-from resid_patching.cli.screen import console, csv_text, print_line, print_model
+from resid_patching.cli.output import deliver_kl, require_files
 from resid_patching.cli.text import TextWindows, require_texts
 
 if TYPE_CHECKING:
     from resid_patching.lens.tuned import TunedLens
     from resid_patching.models import ModelView
-    from resid_patching.run import Run
 
 _WINDOWS_AT_ONCE = 8
 
@@ -74,38 +57,35 @@ def evaluate(arguments: argparse.Namespace) -> None:
     )
     columns, n_tokens, origin = _measure(view, lens, windows)
     columns |= _stored(lens)
-    if arguments.json is not None:
-        _write_json(lens, columns, n_tokens, arguments, stand_in)
-    if arguments.csv is not None:
-        _write_csv(lens, columns, arguments.csv)
-    over = f"mean over {n_tokens:,} tokens of {windows.source}"
-    write_page(
-        arguments,
-        lambda: kl_page(
-            "Logit and tuned lens by layer",
-            columns,
-            lens.labels,
-            over=over,
-            origin=origin,
-            stand_in=stand_in,
-            flags=asked(arguments),
-        ),
-    )
-    out = console()
-    print_model(out, view, origin, stand_in)
-    print_line(out, "lens", *describe(lens, arguments.lens, view), gap=" ")
-    print_line(
-        out,
-        "text",
-        f"{windows.source}, {windows.n_windows} windows of {length} tokens,",
-        "the first position of each left out",
-        gap=" ",
-    )
     title = f"KL(final || lens) in nats, mean over {n_tokens:,} tokens"
     if "stored tuned" in columns:
         title += "; stored: on the tokens held out of the fit"
-    print_kl(out, title, lens.labels, columns)
-    print_notes(out, logit=True, tuned=True)
+    cut = f"{windows.n_windows} windows of {length} tokens, the first position of each left out"
+    deliver_kl(
+        arguments,
+        lens,
+        columns,
+        title=title,
+        over=f"mean over {n_tokens:,} tokens of {windows.source}",
+        facts=(
+            ("lens", describe(lens, arguments.lens, view)),
+            ("text", f"{windows.source}, {cut}"),
+        ),
+        view=view,
+        origin=origin,
+        stand_in=stand_in,
+        known={
+            "command": "tuned-lens eval",
+            "folder": arguments.lens,
+            "text": arguments.text,
+            "text_key": arguments.text_key,
+            "tokens": n_tokens,
+            "unit": "nats",
+            "layers": list(lens.labels),
+            **{name.replace(" ", "_"): values for name, values in columns.items()},
+            "fingerprint": lens.fingerprint.as_dict(),
+        },
+    )
 
 
 def _measure(
@@ -152,99 +132,38 @@ def _stored(lens: TunedLens) -> dict[str, list[Any]]:
     return {name: list(found[key]) for name, key in names.items() if found.get(key)}
 
 
-def _write_json(
-    lens: TunedLens,
-    columns: dict[str, list[Any]],
-    n_tokens: int,
-    arguments: argparse.Namespace,
-    stand_in: str | None,
-) -> None:
-    from resid_patching.files import write_text
-
-    body = {
-        "format": "resid_patching",
-        "command": "tuned-lens eval",
-        "stand_in": stand_in,
-        "folder": arguments.lens,
-        "text": arguments.text,
-        "text_key": arguments.text_key,
-        "tokens": n_tokens,
-        "unit": "nats",
-        "layers": list(lens.labels),
-        **{name.replace(" ", "_"): values for name, values in columns.items()},
-        "fingerprint": lens.fingerprint.as_dict(),
-    }
-    text = json.dumps(body, ensure_ascii=False, indent=1, allow_nan=False)
-    write_text(arguments.json, text + "\n")
-
-
-def _write_csv(lens: TunedLens, columns: dict[str, list[Any]], path: str) -> None:
-    import pandas
-
-    from resid_patching.files import write_text
-
-    named = {name.replace(" ", "_"): values for name, values in columns.items()}
-    write_text(path, csv_text(pandas.DataFrame({"layer": lens.labels, **named})))
-
-
 # show
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Prints logit and tuned lens on prompts, one beside the other."""
-    prompts, answers, foils = read_prompts(arguments)
-    require_answers(answers, foils)
+    """Shows logit and tuned lens on prompts, one beside the other."""
+    asked = read_prompts(arguments)
+    require_answers(*asked[1:])
     require_lens(arguments.lens)
     require_files(arguments)
     view, lens, stand_in = _load(arguments)
 
     from resid_patching.run import capture
+    from resid_patching.show.lens import kl_table
 
-    captured = capture(view, prompts, prepend_bos=arguments.prepend_bos)
-    places = places_of(captured, arguments)
+    captured = capture(view, asked[0], prepend_bos=arguments.prepend_bos)
     tuned = lens(captured)
     readouts = {"logit lens": beside(tuned, captured), "tuned lens": tuned}
-    readings = [
-        read(name, readout, arguments.top, answers, foils) for name, readout in readouts.items()
-    ]
-    about = {"command": "tuned-lens show", "stand_in": stand_in}
-    write_files(readings, arguments, {**about, "prompts": prompts, "positions": places})
-    write_page(arguments, lambda: lens_page(readings, prompts, stand_in, asked(arguments)))
-    _print_show(captured, lens, readings, places, arguments, stand_in)
-
-
-def _print_show(
-    captured: Run,
-    lens: TunedLens,
-    readings: list[Reading],
-    places: list[int] | None,
-    arguments: argparse.Namespace,
-    stand_in: str | None,
-) -> None:
-    out = console()
-    print_model(out, captured.view, readings[0].kl.provenance, stand_in)
-    print_line(out, "lens", *describe(lens, arguments.lens, captured.view), gap=" ")
-    for number in range(min(len(captured), PROMPTS_SHOWN)):
-        out.print()
-        print_prompt(out, captured, number)
-        if places is None:
-            for reading in readings:
-                print_grid(out, reading, number, arguments.first)
-        else:
-            print_comparison(out, readings[0], readings[1], number, places[number])
-    print_prompts_left(out, captured)
-    if places is None:
-        _print_mean_kl(out, lens, readings)
-    print_notes(out, logit=True, tuned=True)
-
-
-def _print_mean_kl(out: Any, lens: TunedLens, readings: list[Reading]) -> None:
-    values = [
-        reading.kl.values[:-1].cpu().double().nanmean((1, 2)).tolist() for reading in readings
-    ]
-    n = sum(map(len, readings[0].top.token_texts))
-    title = f"KL(final || lens) in nats, mean over all {n} positions"
-    print_kl(out, title, lens.labels, dict(zip(("logit lens", "tuned"), values, strict=True)))
+    mean_kl = None
+    if arguments.position is None:
+        kl = [readout.kl.values[:-1].cpu().double() for readout in readouts.values()]
+        means = [values.nanmean((1, 2)).tolist() for values in kl]
+        n = sum(captured.prompts.lengths)
+        title = f"KL(final || lens) in nats, mean over all {n} positions"
+        columns: dict[str, Any] = dict(zip(("logit lens", "tuned"), means, strict=True))
+        mean_kl = kl_table(title, columns, lens.labels)
+    deliver_readings(
+        *(captured, readouts, asked, arguments),
+        lens=lens,
+        stand_in=stand_in,
+        mean_kl=mean_kl,
+        compare=True,
+    )
 
 
 # convert
@@ -304,9 +223,11 @@ def _print_converted(
     arguments: argparse.Namespace,
     stand_in: str | None,
 ) -> None:
+    from resid_patching.show.text import console, print_line
+
     out = console()
     if stand_in is not None:
-        print_line(out, "note", *stand_in.split(": "))
-    print_line(out, "model", f"{view.name}, {view.n_layers} layers")
-    print_line(out, "lens", *describe(lens, arguments.lens, view), gap=" ")
-    print_line(out, "done", "; ".join(done))
+        print_line(out, "note", stand_in.split(": "))
+    print_line(out, "model", [f"{view.name}, {view.n_layers} layers"])
+    print_line(out, "lens", describe(lens, arguments.lens, view).split(" "), gap=" ")
+    print_line(out, "done", ["; ".join(done)])

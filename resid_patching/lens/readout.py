@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -27,14 +27,18 @@ from resid_patching.address import Address, Stream, parse
 from resid_patching.errors import AddressError, LensMismatchError
 from resid_patching.lens import quantities
 from resid_patching.lens.quantities import Final, Wanted
-from resid_patching.lens.results import LensResult, TopTokens
+from resid_patching.lens.results import LensResult, TopTokens, limits_of
 from resid_patching.lens.states import StateChunk, chunks_of, read_chunk
 from resid_patching.lens.unembed import Unembedding
 from resid_patching.models import exact, float64_home
 from resid_patching.prompts import Positions, Tokens, tokens_for
 from resid_patching.result import Axis, Result, provenance
 from resid_patching.run import Run
+from resid_patching.shown import Shown
 from resid_patching.tokens import token_text
+
+if TYPE_CHECKING:
+    import pandas
 
 Translate = Callable[[int, Tensor], Tensor]
 """Called with the number of a row and its states [..., d_model]; gives what is unembedded."""
@@ -44,7 +48,7 @@ _UNITS = {"entropy": "nats", "kl": "nats", "cross_entropy": "nats", "prob": "pro
 
 
 @dataclass(frozen=True, eq=False)
-class LensReadout:
+class LensReadout(Shown):
     """A lens on a run, read when asked.
 
     Attributes:
@@ -67,6 +71,42 @@ class LensReadout:
     def labels(self) -> tuple[str, ...]:
         """The rows' addresses, as text."""
         return tuple(map(str, self.rows))
+
+    # How it is shown
+
+    ordered: ClassVar[bool] = True
+
+    def table(self) -> pandas.DataFrame:
+        """What each layer says after the last token of each prompt.
+
+        Returns:
+            A data frame: layer, prompt, position, token, top_token, top_id, logit, value (its
+            probability), entropy and kl.
+        """
+        found = self.measure("entropy", "kl", top=1)
+        frame = found["top_tokens"].table()
+        for name in ("entropy", "kl"):
+            cells = found[name].to_frame().rename(columns={"value": name})
+            frame = frame.merge(cells, on=["layer", "prompt", "position", "token"])
+        return frame
+
+    def headings(self) -> dict[str, str]:
+        """Layer, prompt and position, the token there, what the layer says next, and how surely."""
+        columns = {"layer": "layer", "prompt": "prompt", "position": "position", "token": "token"}
+        columns |= {"top_token": "says", "value": "probability"}
+        return columns | {"entropy": "entropy", "kl": "KL"}
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """Which lens this is, on which model."""
+        return (("lens", self.plan), ("in", "nats"), *self.kl.facts())
+
+    def caveats(self) -> tuple[str, ...]:
+        """What a lens is not."""
+        return limits_of(self.plan)
+
+    def pictures(self) -> tuple[str, ...]:
+        """The token that each state would say, and KL by layer."""
+        return ("trajectory", "lens_by_layer")
 
     # What is read
 

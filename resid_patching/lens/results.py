@@ -47,16 +47,43 @@ class LensResult(Result):
         axes = tuple(axis for axis in self.axes if axis.name != "pos")
         return Result(values, axes, self.unit, self.provenance).sel(**rest)
 
-    def _ranked(self) -> tuple[pandas.DataFrame, str]:
-        return self.to_frame(), ""  # each token of each prompt is a cell of its own
+    ordered: ClassVar[bool] = True
+
+    def _cells(self) -> pandas.DataFrame:
+        return self.to_frame()  # each token of each prompt is a cell of its own
+
+    def table(self) -> pandas.DataFrame:
+        """One row a layer, in order: layer, n (cells averaged), (se,) value.
+
+        Means are over all positions of all prompts; `se` is the standard error of the mean.
+        """
+        cells = self.to_frame().groupby("layer", sort=False)["value"]
+        frame = cells.agg(n="count", value="mean").reset_index()
+        if int(frame["n"].max()) > 1:
+            frame.insert(2, "se", (cells.std() / cells.count() ** 0.5).to_numpy())
+        return frame
+
+    @property
+    def averaged(self) -> str:
+        """What the rows of the table are means of."""
+        return f"mean over {sum(map(len, self.token_texts))} positions"
+
+    def headings(self) -> dict[str, str]:
+        """Layer, number of cells, and their mean."""
+        error = {"se": "se"} if "se" in self.table() else {}
+        return {"layer": "layer", "n": "n", "value": self.unit, **error}
+
+    def caveats(self) -> tuple[str, ...]:
+        """What a lens is not."""
+        return limits_of(self.provenance.plan)
 
     def to_frame(self) -> pandas.DataFrame:
         """Long form, with the token at each position; one row a cell that exists."""
         frame = super().to_frame()
         texts = self.token_texts
-        cells = zip(frame["batch"], frame["pos"], strict=True)
+        cells = zip(frame["prompt"], frame["position"], strict=True)
         tokens = [texts[b][p] if p < len(texts[b]) else None for b, p in cells]
-        frame.insert(list(frame.columns).index("pos") + 1, "token", tokens)
+        frame.insert(list(frame.columns).index("position") + 1, "token", tokens)
         return frame.loc[frame["token"].notna()].reset_index(drop=True)
 
 
@@ -81,25 +108,54 @@ class TopTokens(LensResult):
         ids = LensResult(self.ids, self.axes, "id", self.provenance, self.token_texts).sel(**labels)
         return _nested(ids.tolist(), dict(self.texts))
 
-    def _rows_shown(self) -> tuple[pandas.DataFrame, str]:
-        """The top token of each layer after the last token of each prompt."""
+    def table(self) -> pandas.DataFrame:
+        """The top token of each layer after the last token of each prompt.
+
+        Returns:
+            A data frame: layer, prompt, position, token, top_token, top_id, logit, value.
+        """
         frame = self.to_frame()
-        last = frame["batch"].map({n: len(t) - 1 for n, t in enumerate(self.token_texts)})
-        chosen = frame.loc[(frame["rank"] == 0) & (frame["pos"] == last)]
-        return chosen, "the top token of each layer at each prompt's last position"
+        last = frame["prompt"].map({n: len(t) - 1 for n, t in enumerate(self.token_texts)})
+        chosen = frame.loc[(frame["rank"] == 0) & (frame["position"] == last)]
+        return chosen.drop(columns="rank").sort_values("prompt", kind="stable")
+
+    @property
+    def caption(self) -> str:
+        """Which cells the table has."""
+        return "the top token of each layer at each prompt's last position"
+
+    def headings(self) -> dict[str, str]:
+        """Layer, prompt and position, the token there, what the layer says next."""
+        columns = {"layer": "layer", "prompt": "prompt", "position": "position", "token": "token"}
+        return {**columns, "top_token": "says", "value": "probability"}
+
+    def pictures(self) -> tuple[str, ...]:
+        """The token that each state would say."""
+        return ("trajectory",)
 
     def to_frame(self) -> pandas.DataFrame:
-        """Long form: layer, batch, pos, token, rank, top_token, top_id, logit, value."""
+        """Long form: layer, prompt, position, token, rank, top_token, top_id, logit, value."""
         frame = Result.to_frame(self)
         ids = self.ids.flatten().tolist()
         names = dict(self.texts)
         texts = self.token_texts
-        cells = list(zip(frame["batch"], frame["pos"], strict=True))
+        cells = list(zip(frame["prompt"], frame["position"], strict=True))
         frame.insert(3, "token", [texts[b][p] if p < len(texts[b]) else None for b, p in cells])
         frame.insert(5, "top_token", [names.get(i) for i in ids])
         frame.insert(6, "top_id", ids)
         frame.insert(7, "logit", self.logits.to("cpu", torch.float64).flatten().numpy())
         return frame.loc[frame["top_id"] >= 0].reset_index(drop=True)
+
+
+def limits_of(plan: str) -> tuple[str, ...]:
+    """What the lens of a plan does not say."""
+    if "tuned lens" in plan:
+        what = "A tuned lens says what can be read linearly from a state, not what causes what."
+    else:
+        what = "A logit lens shows neither beliefs nor causes: "
+        what += "the unembedding was trained on the last state."
+    own = "The norm is recomputed at each layer; the last row is the model's own output."
+    return what, own
 
 
 def _nested(ids: Any, names: dict[int, str]) -> Any:

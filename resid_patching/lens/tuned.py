@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -54,17 +54,22 @@ from resid_patching.lens.fingerprint import (
 )
 from resid_patching.lens.logit import require_middle, require_run
 from resid_patching.lens.readout import LensReadout
+from resid_patching.lens.results import limits_of
 from resid_patching.lens.states import last_state
 from resid_patching.lens.unembed import Unembedding
 from resid_patching.models import ModelView, as_view, exact, name_of, uncast
 from resid_patching.prompts import Positions
 from resid_patching.result import Axis, Result, provenance
 from resid_patching.run import Run
+from resid_patching.shown import Shown
+
+if TYPE_CHECKING:
+    import pandas
 
 LensSite = Literal["resid_pre", "resid_mid", "attn_out", "mlp_out"]
 
 
-class TunedLens(nn.Module):
+class TunedLens(Shown, nn.Module):
     """A translator for each layer of one model. It contains no part of the model itself.
 
     Attributes:
@@ -119,6 +124,37 @@ class TunedLens(nn.Module):
             body=body_sketch(view),
         )
         return lens.to(view.device)
+
+    ordered: ClassVar[bool] = True
+
+    def table(self) -> pandas.DataFrame:
+        """KL(final || lens) by layer on tokens that were held out of the fit, in nats.
+
+        Returns:
+            A data frame: layer, and logit lens, ridge and tuned, as far as the fit measured them.
+        """
+        import pandas
+
+        held_out = self.record.get("validation", {})
+        names = {"logit lens": "logit_lens", "ridge": "ridge", "tuned": "tuned"}
+        columns = {name: held_out[key] for name, key in names.items() if held_out.get(key)}
+        return pandas.DataFrame({"layer": self.labels, **columns})
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """Whose lens this is, what it reads, and how it was fitted."""
+        mark, fit = self.fingerprint, self.record.get("fit", {})
+        facts = [("model", f"{mark.model}, {mark.n_layers} layers of {mark.d_model}")]
+        facts += [("reads", f"{self.site}, {mark.basis} weights")]
+        if "training_tokens" in fit:
+            steps = f"{fit.get('steps_made', 0)} KL steps"
+            facts.append(("fitted on", f"{fit['training_tokens']:,} tokens, {steps}"))
+        if held_out := self.record.get("validation", {}).get("tokens"):
+            facts.append(("held out", f"{held_out:,} tokens; KL(final || lens) in nats"))
+        return tuple(facts)
+
+    def caveats(self) -> tuple[str, ...]:
+        """What a tuned lens is not."""
+        return limits_of("tuned lens")
 
     def extra_repr(self) -> str:
         """What `repr` shows."""

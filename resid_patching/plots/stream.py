@@ -19,7 +19,7 @@ def stream(report: StreamReport) -> plotly.graph_objects.Figure:
         report: clean or under an intervention.
 
     Returns:
-        A figure of three rows; means over all positions, as in `report.summary()`.
+        A figure of three rows; means over all positions, as in `report.table()`.
 
     Raises:
         MissingExtraError: plotly is not installed.
@@ -27,7 +27,7 @@ def stream(report: StreamReport) -> plotly.graph_objects.Figure:
     go = require_plotly()
     from plotly.subplots import make_subplots
 
-    frame = report.summary()
+    frame = report.table()
     writes = [literal(write) for write in frame["write"]]
     titles = ("norms", "share (write / stream after it)")
     figure = make_subplots(

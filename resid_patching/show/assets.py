@@ -1,16 +1,22 @@
 """The style sheet and the script of every page."""
 
 STYLE = """
-:root { color-scheme: light; }
+:root { color-scheme: light dark; --paper: #fff; --ink: #222; --dim: #555; --line: #ccc;
+        --edge: #888; --mark: #2166ac; --note: #b26a00; --sort: #767676; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #16181c; --ink: #e4e4e4; --dim: #a8adb5; --line: #3a3f47; --edge: #6b727c;
+          --mark: #7fb2e5; --note: #e0a040; --sort: #9aa0a8; }
+  .picture { background: #fff; border-radius: 3px; --dim: #555; }
+}
 * { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff;
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
        max-width: 78rem; margin: 1.5rem auto 4rem; padding: 0 1rem; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .75rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2.25rem 0 .5rem; padding-bottom: .2rem;
-     border-bottom: 1px solid #ccc; overflow-wrap: anywhere; }
+     border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
 p { margin: .5rem 0; max-width: 60rem; overflow-wrap: anywhere; }
-.limits, .note, figcaption small { color: #555; }
-.note { border-left: 3px solid #b26a00; padding-left: .6rem; }
+.limits, .note, figcaption small { color: var(--dim); }
+.note { border-left: 3px solid var(--note); padding-left: .6rem; }
 .text { font-family: ui-monospace, monospace; font-size: .9rem; white-space: pre-wrap; }
 figure { margin: 1.25rem 1.5rem 1.25rem 0; display: inline-block; vertical-align: top;
          max-width: 100%; }
@@ -19,13 +25,13 @@ figcaption { font-weight: 600; overflow-wrap: anywhere; margin-bottom: .35rem; m
 figcaption small { display: block; font-weight: 400; font-size: .85rem; }
 .scroll, .picture { overflow-x: auto; overflow-y: hidden; }
 .scroll:focus-visible, .picture:focus-visible, button:focus-visible, summary:focus-visible,
-td:focus-visible { outline: 2px solid #2166ac; outline-offset: 1px; }
+td:focus-visible { outline: 2px solid var(--mark); outline-offset: 1px; }
 [data-wide]::after { content: "scrolls sideways →"; position: sticky; left: 0; display: block;
-                     width: max-content; font-size: .75rem; color: #555; }
-.long { overflow-y: auto; max-height: 32rem; border-bottom: 1px solid #ccc; }
+                     width: max-content; font-size: .75rem; color: var(--dim); }
+.long { overflow-y: auto; max-height: 32rem; border-bottom: 1px solid var(--line); }
 table { border-collapse: collapse; margin: .25rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: .15rem .9rem .15rem 0; text-align: right; vertical-align: top; }
-thead th { border-bottom: 1px solid #888; background: #fff; white-space: nowrap; }
+thead th { border-bottom: 1px solid var(--edge); background: var(--paper); white-space: nowrap; }
 .long thead th { position: sticky; top: 0; z-index: 1; }
 th.left, td.left { text-align: left; }
 td.left { white-space: nowrap; }
@@ -33,18 +39,19 @@ td.words { white-space: normal; overflow-wrap: anywhere; min-width: 7rem; }
 td.number { white-space: nowrap; }
 .facts th { text-align: left; font-weight: 600; border: 0; white-space: nowrap; }
 .facts td { text-align: left; overflow-wrap: anywhere; }
+.facts span { white-space: pre-wrap; margin-right: .6rem; display: inline-block; }
 th button { all: unset; cursor: pointer; font: inherit; font-weight: 600; }
-th button::after { content: "\\2195"; color: #767676; margin-left: .25rem; }
-th[aria-sort=descending] button::after { content: "\\2193"; color: #222; }
-th[aria-sort=ascending] button::after { content: "\\2191"; color: #222; }
+th button::after { content: "\\2195"; color: var(--sort); margin-left: .25rem; }
+th[aria-sort=descending] button::after { content: "\\2193"; color: var(--ink); }
+th[aria-sort=ascending] button::after { content: "\\2191"; color: var(--ink); }
 details { margin-top: 1.5rem; }
 summary { cursor: pointer; }
 .grid table { border-collapse: separate; border-spacing: 2px; }
 .grid th { font-weight: 400; text-align: left; white-space: pre; padding: .1rem .35rem .1rem 0;
            border: 0; font-size: .8rem; }
-.grid tbody th { position: sticky; left: 0; background: #fff; z-index: 1; }
+.grid tbody th { position: sticky; left: 0; background: var(--paper); z-index: 1; }
 .grid td { text-align: left; padding: .1rem .35rem; white-space: pre; font-size: .85rem; }
-.grid td small { display: block; opacity: .8; font-size: .75rem; }
+.grid td small { display: block; font-size: .75rem; }
 #tip { position: fixed; z-index: 9; display: none; background: #222; color: #fff;
        padding: .4rem .6rem; font-size: .8rem; line-height: 1.4; white-space: pre-wrap;
        overflow-wrap: anywhere; max-width: min(24rem, 92vw); pointer-events: none;

@@ -1,0 +1,301 @@
+"""A report as lines, tables and grids, for a terminal or a file."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from resid_patching.markup import cell_text, printable
+from resid_patching.show.report import Grid, Report, Section, Table, clipped_target
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def console() -> Console:
+    """A console that prints literally: rich on a terminal, plain when redirected."""
+    from rich.console import Console
+
+    class LiteralConsole(Console):
+        def on_broken_pipe(self) -> None:
+            """Leaves a closed pipe to `run_guarded`; rich itself would exit with 1."""
+            raise BrokenPipeError
+
+        def render_str(self, text: str, **options: Any) -> Any:
+            """Text with control characters as escapes, whatever file or model it names."""
+            return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
+
+    width = None if sys.stdout.isatty() else 100
+    return LiteralConsole(
+        file=sys.stdout, markup=False, emoji=False, highlight=False, width=width, soft_wrap=False
+    )
+
+
+def fancy() -> bool:
+    """Whether the output is a terminal that shows block characters."""
+    if not sys.stdout.isatty():
+        return False
+    try:
+        "█▏│".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def shades(out: Console) -> bool:
+    """Whether cells are shaded: with few colours, text would vanish in its background."""
+    return fancy() and not out.no_color and out.color_system in ("256", "truecolor")
+
+
+def print_report(out: Console, report: Report) -> None:
+    """Prints a report, section by section."""
+    if report.stand_in is not None:
+        print_line(out, "note", report.stand_in.split(": "))
+    print_line(out, "model", report.model.split(" "), gap=" ")
+    shown = [part for part in report.sections if part.on != "page"]
+    several = len([part for part in shown if part.title]) > 1
+    for number, part in enumerate(shown, start=1):
+        _print_section(out, part, f"{number}. " if several else "")
+
+
+def _print_section(out: Console, part: Section, number: str) -> None:
+    out.print()
+    if part.title:
+        out.print(f"{number}{part.title}", style="bold")
+    if part.says:
+        out.print(part.says)
+    for name, items in part.facts:
+        if isinstance(items, str):
+            print_line(out, name, items.split(" "), gap=" ")
+        else:
+            print_line(out, name, items)
+    for table in part.tables:
+        if table.on != "page":
+            print_table(out, table)
+    for grid in part.grids:
+        if grid.on != "page":
+            print_grid(out, grid)
+    if part.caveats and (part.facts or part.tables or part.grids):
+        out.print()
+    for line in part.caveats:
+        out.print(line, style="dim" if fancy() else "")
+
+
+def print_line(out: Console, name: str, items: Sequence[str], gap: str = "  ") -> None:
+    """A named line of items, broken between them where it is long."""
+    width, line = max(40, out.width), f"{name:<8} "
+    for number, item in enumerate(map(printable, items)):
+        last = number == len(items) - 1
+        if number and len(line) + len(item) > width:
+            out.print(line.rstrip(), soft_wrap=True)
+            line = " " * 9
+        line += item + ("" if last else gap)
+    out.print(line.rstrip(), soft_wrap=True)
+
+
+# Tables
+
+
+def print_table(out: Console, table: Table) -> None:
+    """Prints a table's first rows, what the others sum to, and how many there are."""
+    from rich import box
+    from rich.table import Table as RichTable
+
+    frame = table.frame if table.top is None else table.frame.iloc[: table.top]
+    rest = table.frame.iloc[len(frame) :]
+    names = [str(name) for name in frame.columns]
+    out.print()
+    if table.title:
+        out.print(table.title)
+    lines = box.SIMPLE_HEAD if fancy() else box.ASCII2
+    drawn = RichTable(box=lines, pad_edge=False, show_edge=False)
+    for number, name in enumerate(names):
+        left = number == 0 or frame[name].dtype.kind not in "fiu"
+        drawn.add_column(shown(name), justify="left" if left else "right", no_wrap=True)
+    if table.bar:
+        drawn.add_column("", no_wrap=True)
+    largest = float(frame[table.bar].abs().max()) if table.bar and len(frame) else 0.0
+    rows = [dict(zip(names, row, strict=True)) for row in frame.itertuples(index=False)]
+    room = _room_for_lists(out, names, rows)
+    for row in rows:
+        cells = [_packed(v, room) if isinstance(v, tuple) else _text(n, v) for n, v in row.items()]
+        drawn.add_row(*cells, *([bar(row[table.bar], largest)] if table.bar else []))
+    if table.sums and len(rest):
+        sums = [cell_text(n, float(rest[n].sum())) if n in table.sums else "" for n in names[1:]]
+        drawn.add_row(f"{len(rest)} other {table.what}", *sums, "")
+    out.print(drawn)
+    if len(rest) and not table.sums:
+        out.print(f"and {len(rest)} more {table.what} (--top {len(table.frame)} shows all)")
+    for line in table.after:
+        out.print(line)
+
+
+def _text(name: str, value: Any) -> str:
+    return shown(
+        clipped_target(cell_text(name, value)) if name in _TARGETS else cell_text(name, value)
+    )
+
+
+_TARGETS = ("target", "sender", "component")
+
+
+def _room_for_lists(out: Console, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> int:
+    """The width that each column of lists has beside the other columns."""
+    lists = [n for n in names if rows and isinstance(rows[0][n], tuple)]
+    others = [n for n in names if n not in lists]
+    used = sum(max(len(n), *(len(_text(n, row[n])) for row in rows)) for n in others) if rows else 0
+    return max(20, (out.width - used - 3 * (len(names) - 1)) // max(1, len(lists)))
+
+
+def _packed(items: Sequence[str], room: int) -> str:
+    """Items on as many lines as the room needs."""
+    from rich.cells import cell_len
+
+    lines = [shown(items[0])]
+    for item in map(shown, items[1:]):
+        longer = f"{lines[-1]}  {item}"
+        if cell_len(longer) > room:
+            lines.append(item)
+        else:
+            lines[-1] = longer
+    return "\n".join(lines)
+
+
+def bar(value: float, largest: float, width: int = 10) -> str:
+    """A bar that grows left for negative values and right for positive ones.
+
+    There is none where the numbers all read as 0.
+    """
+    block, axis = ("█", "│") if fancy() else ("#", "|")
+    none = math.isnan(value) or not largest >= 5e-5
+    filled = "" if none else block * round(min(1.0, abs(value) / largest) * width)
+    return f"{filled if value < 0 else '':>{width}}{axis}{filled if value > 0 else '':<{width}}"
+
+
+def shown(text: str) -> str:
+    """Text with what the output cannot show as escapes."""
+    encoding = getattr(sys.stdout, "encoding", None) or "ascii"
+    return printable(text).encode(encoding, "backslashreplace").decode(encoding)
+
+
+# Grids
+
+
+def print_grid(out: Console, grid: Grid) -> None:
+    """Prints cells under their columns: positions that fit, or all in as many blocks as needed."""
+    from rich.cells import cell_len
+
+    out.print()
+    out.print(grid.title)
+    if not grid.rows:
+        return
+    cut = clipped if grid.of_tokens else shown
+    heads = [[cut(line) for line in lines] for lines in grid.columns]
+    texts = [[cut(grid.missing if c is None else c.text) for c in row] for row in grid.cells]
+    if grid.shares and not shades(out):
+        texts = _with_shares(grid, texts)
+    columns = [[*head, *(row[n] for row in texts)] for n, head in enumerate(heads)]
+    widths = [max(map(cell_len, column)) for column in columns]
+    if not grid.of_tokens:
+        widths = [max(6, width) for width in widths]
+    left = max(cell_len(shown(name)) for name in grid.rows) + 1
+    if grid.of_tokens:
+        blocks = [that_fit(widths, out.width - left, grid.first)]
+    else:
+        blocks, start = [], 0
+        while start < len(widths):
+            blocks.append(that_fit(widths, out.width - left, start))
+            start = blocks[-1].stop
+    for places in blocks:
+        for line in range(max(map(len, heads))):
+            cells = [(heads[p][line] if line < len(heads[p]) else "", 0.0) for p in places]
+            _print_row(out, grid, "", left, cells, [widths[p] for p in places])
+        for name, row, given in zip(grid.rows, texts, grid.cells, strict=True):
+            tones = [cell.shade if cell and shades(out) else 0.0 for cell in given]
+            cells = [(row[p], tones[p]) for p in places]
+            _print_row(out, grid, name, left, cells, [widths[p] for p in places])
+    if grid.of_tokens:
+        _print_hidden(out, blocks[0], len(widths))
+    if grid.after:
+        out.print(grid.after)
+
+
+def _with_shares(grid: Grid, texts: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Texts with their probability beside them, in line."""
+    from rich.cells import cell_len, set_cell_size
+
+    widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
+    return [
+        [
+            f"{set_cell_size(text, width)} {cell.shade:>4.0%}" if cell else ""
+            for text, width, cell in zip(row, widths, cells, strict=True)
+        ]
+        for row, cells in zip(texts, grid.cells, strict=True)
+    ]
+
+
+def _print_row(
+    out: Console,
+    grid: Grid,
+    name: str,
+    left: int,
+    cells: Sequence[tuple[str, float]],
+    widths: Sequence[int],
+) -> None:
+    from rich.cells import set_cell_size
+    from rich.text import Text
+
+    line = Text(set_cell_size(shown(name), left))
+    for number, ((text, tone), width) in enumerate(zip(cells, widths, strict=True)):
+        line.append(" " if number else "")
+        text = set_cell_size(text, width) if grid.of_tokens else f"{text:>{width}}"
+        line.append(text, heat(tone))
+    line.rstrip()
+    out.print(line, soft_wrap=True)
+
+
+def heat(share: float) -> str:
+    """Blue for 1, red for -1, paler towards 0; none for exactly 0 or NaN."""
+    if math.isnan(share) or share == 0:
+        return ""
+    full = (33, 102, 172) if share > 0 else (178, 24, 43)
+    size = min(1.0, abs(share))
+    red, green, blue = (round(247 + size * (part - 247)) for part in full)
+    return f"{'white' if size > 0.87 else 'black'} on rgb({red},{green},{blue})"
+
+
+def that_fit(widths: Sequence[int], room: int, first: int | None) -> range:
+    """The columns that fit beside each other: from the first one, or up to the last."""
+    order = range(len(widths) - 1, -1, -1) if first is None else range(first, len(widths))
+    taken = 0
+    for place in order:
+        room -= widths[place] + 1
+        if room < -1 and taken:
+            break
+        taken += 1
+    kept = order[:taken]
+    return range(min(kept), max(kept) + 1)
+
+
+def _print_hidden(out: Console, places: range, n_positions: int) -> None:
+    def span(start: int, stop: int) -> str:
+        if start >= stop:
+            return ""
+        return f"position {start}" if stop == start + 1 else f"positions {start} to {stop - 1}"
+
+    hidden = [span(0, places.start), span(places.stop, n_positions)]
+    if said := " and ".join(filter(None, hidden)):
+        hint = "--from P begins the table at P, --csv writes all"
+        out.print(f"({said} not shown; {hint})", soft_wrap=True)
+
+
+def clipped(text: str, widest: int = 16) -> str:
+    """A token in quotes as the output can show it, cut where it is long."""
+    from rich.cells import cell_len, set_cell_size
+
+    whole = shown(text)
+    if cell_len(whole) <= widest:
+        return whole
+    return set_cell_size(whole, widest - 4).rstrip() + '..."'
