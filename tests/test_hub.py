@@ -130,6 +130,7 @@ def test_a_cached_model_is_loaded_without_a_hub(cache):
         assert values == pytest.approx(expected.tolist(), abs=1e-5)
 
 
+@pytest.mark.full
 def test_time_is_measured_as_a_caller_would(hanging_endpoint):
     """The twin: this endpoint does hold a plain client up."""
     import httpx

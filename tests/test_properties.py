@@ -393,6 +393,7 @@ def same_fields(left, right):
     return True
 
 
+@pytest.mark.full
 @given(toys, equal_rows(), grains, seeds)
 @examples(12)
 def test_every_result_comes_back_from_json_as_it_was(toy, both, grain, seed):
