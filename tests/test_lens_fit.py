@@ -324,10 +324,10 @@ def test_states_without_logits_are_the_same_and_the_model_is_left_as_it_was(back
 # The fit
 
 
-def small_layer():
+def small_layer(scale=3.0):
     zeros = [torch.zeros(shape, requires_grad=True) for shape in ((4, 4), (4,))]
     best = [part.detach().clone() for part in zeros]
-    return loop.Layer("resid_pre.1", *zeros, 3.0, 2.0, *best)
+    return loop.Layer("resid_pre.1", *zeros, scale, 2.0, *best)
 
 
 def test_a_layer_waits_for_so_many_looks_without_progress_and_keeps_its_best():
@@ -347,8 +347,8 @@ def test_a_layer_waits_for_so_many_looks_without_progress_and_keeps_its_best():
 
 @pytest.mark.parametrize("optimizer", ["muon", "adam", "sgd"])
 def test_a_first_step_is_of_the_rate_in_the_layers_own_units(optimizer):
-    def moved(rate):
-        layer = small_layer()
+    def moved(rate, scale=3.0):
+        layer = small_layer(scale)
         loop.equip(layer, Plan(10, 5, 3, optimizer, rate, 1.0, 1, 1, seed=4), last_spread=5.0)
         layer.weight.grad, layer.bias.grad = torch.eye(4), torch.ones(4)
         for one in layer.optimizers:
@@ -367,6 +367,8 @@ def test_a_first_step_is_of_the_rate_in_the_layers_own_units(optimizer):
     for one, twice in zip((weight, bias), moved(0.02), strict=True):
         torch.testing.assert_close(2 * one, twice, rtol=1e-3, atol=0)
     assert weight.trace() < -0.01
+    in_units = 1 if optimizer == "sgd" else 2
+    torch.testing.assert_close(moved(0.01, 6.0)[0], in_units * weight, rtol=1e-3, atol=0)
 
 
 @pytest.mark.full
