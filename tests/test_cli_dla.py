@@ -106,6 +106,7 @@ def test_several_prompts_are_summarised_by_a_mean_that_says_so(capsys, tmp_path)
     assert code == 0 and "mean over 2 prompts; se: standard error" in out
 
 
+@pytest.mark.once
 @pytest.mark.full
 def test_without_a_model_the_shipped_one_stands_in_and_says_so(tmp_path):
     target = tmp_path / "o.json"
@@ -170,6 +171,7 @@ def test_a_failing_write_leaves_the_old_file(capsys, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["o.json"]
 
 
+@pytest.mark.once
 @pytest.mark.full
 def test_C01_output_and_help_survive_a_cp1252_stdout():
     done = in_process(*BASE[1:], "--prompt", "é → 😀", PYTHONIOENCODING="cp1252")
@@ -179,6 +181,7 @@ def test_C01_output_and_help_survive_a_cp1252_stdout():
     assert helped.returncode == 0
 
 
+@pytest.mark.once
 @pytest.mark.full
 def test_C03_prompt_files_are_utf8_whatever_the_locale(capsys, tmp_path):
     file = tmp_path / "prompts.txt"
@@ -190,6 +193,7 @@ def test_C03_prompt_files_are_utf8_whatever_the_locale(capsys, tmp_path):
     assert code == 2 and "is not UTF-8 text (byte 4)" in one_error_line(err)
 
 
+@pytest.mark.once
 @pytest.mark.full
 def test_C05_an_emoji_prompt_degrades_on_a_console_that_cannot_show_it():
     done = in_process("--model", "demo", "--prompt", "Mary 😀 went", PYTHONIOENCODING="ascii")
@@ -215,6 +219,7 @@ def test_a_missing_leading_space_is_warned_about_with_both_ids(capsys):
     assert code == 0 and "warning: the answer 'Mary' is token" in err and "' Mary' is token" in err
 
 
+@pytest.mark.once
 @pytest.mark.full
 def test_a_closed_pipe_is_no_error():
     command = (

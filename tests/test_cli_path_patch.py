@@ -370,6 +370,7 @@ def test_P19_the_two_directions_are_two_experiments_and_both_say_which(capsys, t
     assert there < 0 and abs(there + back) > 0.05
 
 
+@pytest.mark.once
 @pytest.mark.full
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
 def test_C01_redirected_output_is_plain_in_any_encoding(tmp_path, encoding):

@@ -131,6 +131,7 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, mo
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.once
 @pytest.mark.full
 def test_the_script_is_the_command(model):
     script = str(REPOSITORY / "scripts" / "stream.py")

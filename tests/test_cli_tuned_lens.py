@@ -225,6 +225,7 @@ def test_an_interrupted_fit_goes_on_to_the_unbroken_fit(
     assert code == 2 and "holds a lens already" in err
 
 
+@pytest.mark.once
 @pytest.mark.full
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_control_c_leaves_a_state(tmp_path, model, text):

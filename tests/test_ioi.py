@@ -258,6 +258,7 @@ def test_a_missing_folder_or_plotly_is_noticed_before_the_model_is_loaded(
     assert "pip install 'resid-patching[plots]'" in capsys.readouterr().err
 
 
+@pytest.mark.once
 @pytest.mark.full
 def test_the_script_runs_by_itself_from_another_folder(tmp_path):
     argv = [sys.executable, str(SCRIPTS / "ioi.py"), *SMALL, "--corrupt", "swap"]

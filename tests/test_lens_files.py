@@ -101,6 +101,7 @@ def test_T05_a_lens_that_is_not_there_is_named(model, tmp_path):
         rp.TunedLens.load(tmp_path / "gpt2-lens", model)
 
 
+@pytest.mark.once
 @pytest.mark.full
 def test_T06_a_lens_loads_in_another_process(tmp_path):
     folder = zoo.text_folder()
@@ -213,6 +214,7 @@ def test_a_later_format_is_refused(model, tmp_path):
         rp.TunedLens.load(tmp_path, model)
 
 
+@pytest.mark.once
 @pytest.mark.full
 @pytest.mark.parametrize("when", ["before the parameters", "between the two files"])
 def test_a_process_killed_while_writing_leaves_a_lens_that_loads(tmp_path, when):

@@ -759,6 +759,7 @@ def start(state, out):
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
 
 
+@pytest.mark.once
 @pytest.mark.full
 def test_a_fit_killed_three_times_at_random_steps_is_the_unbroken_one(tmp_path):
     unbroken = start(tmp_path / "a", tmp_path / "lens_a")

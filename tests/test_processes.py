@@ -75,6 +75,7 @@ def found(tmp_path_factory):
     return every
 
 
+@pytest.mark.once
 @pytest.mark.full
 def test_the_team_gathers_in_order_and_sums(found):
     for each in found:

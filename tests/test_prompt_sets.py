@@ -363,6 +363,7 @@ def test_K12_an_answer_without_its_space_is_kept_and_warned_of(write, demo):
 # With the vocabularies of real models
 
 
+@pytest.mark.once
 @pytest.mark.full
 @pytest.mark.shared
 @pytest.mark.parametrize("corrupt", ["names", "swap"])

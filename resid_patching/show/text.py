@@ -122,12 +122,13 @@ def print_table(out: Console, table: Table) -> None:
     for row in rows:
         cells = [_packed(v, room) if isinstance(v, tuple) else _text(n, v) for n, v in row.items()]
         drawn.add_row(*cells, *([bar(row[table.bar], largest)] if table.bar else []))
+    what = table.what if len(rest) > 1 else table.what.removesuffix("s")
     if table.sums and len(rest):
         sums = [cell_text(n, float(rest[n].sum())) if n in table.sums else "" for n in names[1:]]
-        drawn.add_row(f"{len(rest)} other {table.what}", *sums, "")
+        drawn.add_row(f"{len(rest)} other {what}", *sums, "")
     out.print(drawn)
     if len(rest) and not table.sums:
-        out.print(f"and {len(rest)} more {table.what} (--top {len(table.frame)} shows all)")
+        out.print(f"and {len(rest)} more {what} (--top {len(table.frame)} shows all)")
     for line in table.after:
         out.print(line)
 
