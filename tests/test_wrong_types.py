@@ -34,6 +34,8 @@ MISTAKES = {
     "grain": ("dla(3, 6, by='heads')", "ValueError", "component, head or neuron; got 'heads'"),
     "no grain": ("dla(3, 6, by=None)", "ValueError", "component, head or neuron; got None"),
     "grain of parts": ("rp.decompose(run, by='heads')", "ValueError", "got 'heads'"),
+    "a list as a set": ("rp.any_of([1, 2])", "TypeError", "tokens as texts or ids"),
+    "logits of a set": ("rp.any_of(1, logits='max')", "ValueError", "or 'logsumexp'; got 'max'"),
     "order": ("dla(3, 6).top(3, by='size')", "ValueError", "'abs' or 'signed', got 'size'"),
     "address": ("rp.parse(9)", "AddressError", "an address is a text such as '9.9'"),
     "sender": ("rp.parse_edge('resid_pre.1->logits')", "AddressError", "starts at a sender"),
