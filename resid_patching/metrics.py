@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -134,13 +134,12 @@ def _sets(run: Run, answers: Answers, what: str) -> _Sets:
         TokenError: a text that is not one token, a token that is twice in a set, or not one
             answer for each prompt.
     """
-    given = [answers] if isinstance(answers, AnyOf) else answers
-    rows: list[list[int]]
-    if not _has_sets(given):
-        rows = [[token] for token in tokens_for(run.view, run.prompts, answers, what)]  # type: ignore[arg-type]
-        sets: list[Token | AnyOf] = [row[0] for row in rows]
+    sets = _listed_sets(answers)
+    if not sets:
+        sets = list(tokens_for(run.view, run.prompts, answers, what))  # type: ignore[arg-type]
+        rows = [[token] for token in sets]
     else:
-        sets = list(given) * (len(run) if isinstance(answers, AnyOf) else 1)  # type: ignore[arg-type]
+        sets = sets * len(run) if isinstance(answers, AnyOf) else sets
         if len(sets) != len(run):
             raise TokenError(f"{len(sets)} {what}s were given for {len(run)} prompts")
         found: dict[Token | AnyOf, list[int]] = {}
@@ -168,15 +167,18 @@ def _ids(run: Run, one: Token | AnyOf, what: str, prompt: str | None) -> list[in
     return found
 
 
-def _has_sets(answers: object) -> bool:
-    one_each = isinstance(answers, Sequence) and not isinstance(answers, str)
-    return one_each and any(isinstance(one, AnyOf) for one in answers)  # type: ignore[union-attr]
+def _listed_sets(answers: Answers) -> list[Any]:
+    """An answer for all prompts, or one for each, where any is a set; else nothing."""
+    if isinstance(answers, AnyOf):
+        return [answers]
+    several = isinstance(answers, Sequence) and not isinstance(answers, str)
+    given: Any = answers if several else []
+    return list(given) if any(isinstance(one, AnyOf) for one in given) else []
 
 
 def _require_combined(answers: Answers) -> None:
     """Raises ValueError where a set has several logits, and nobody said which number is meant."""
-    sets = answers if _has_sets(answers) else [answers]
-    for one in sets:  # type: ignore[union-attr]
+    for one in _listed_sets(answers):
         if isinstance(one, AnyOf) and one.logits is None:
             raise ValueError(
                 f"{one}: a set has several logits. Say what is meant, "

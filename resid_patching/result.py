@@ -18,6 +18,7 @@ Every result says itself what is shown of it, on a terminal, a page or in a note
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import math
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from resid_patching.address import Head, parse
@@ -112,6 +114,31 @@ class Provenance:
     plan: str
     user_hooks: tuple[str, ...] = ()
     resid_patching: str = ""
+
+    @property
+    def model_text(self) -> str:
+        """Which model ran, and in what state."""
+        library = f"{self.backend}, TransformerLens {self.transformer_lens}"
+        return f"{self.model} ({library}), {self.processing}, {self.dtype}"
+
+
+def standard_error(
+    values: Float[Tensor, "*cell batch"], weights: Float[Tensor, " batch"] | None = None
+) -> Float[Tensor, "*cell"]:
+    """The standard error of the mean over prompts; NaN where there is one prompt.
+
+    With weights w that sum to 1 and the mean m: sqrt(n / (n - 1) * sum w^2 (x - m)^2).
+
+    Args:
+        values: a number for each prompt.
+        weights: how much each prompt counts in the mean; None for all alike.
+    """
+    values = values.detach().cpu().double()
+    n = values.shape[-1]
+    share = torch.ones(n).double() if weights is None else weights.detach().cpu().double()
+    share = share / share.sum()
+    off = values - (values * share).sum(-1, keepdim=True)
+    return ((share * off).square().sum(-1) * (n / (n - 1) if n > 1 else torch.nan)).sqrt()
 
 
 def provenance(view: ModelView, prompts: Prompts, plan: str) -> Provenance:
@@ -234,8 +261,8 @@ class Result(Shown):
         values = self.values.detach().to("cpu", torch.float64)
         axes = tuple(axis for axis in self.axes if axis.name != "batch")
         frame = Result(values.mean(place), axes, self.unit, self.provenance).to_frame()
-        if (n := values.shape[place]) > 1:
-            se = values.std(place) / n**0.5
+        if values.shape[place] > 1:
+            se = standard_error(values.movedim(place, -1))
             frame.insert(len(frame.columns) - 1, "se", se.flatten().numpy())
         return frame
 
@@ -261,14 +288,7 @@ class Result(Shown):
     def facts(self) -> tuple[tuple[str, str], ...]:
         """The model that ran, its weights' state, and how many prompts."""
         origin = self.provenance
-        return (
-            (
-                "model",
-                f"{origin.model} ({origin.backend}, TransformerLens {origin.transformer_lens}), "
-                f"{origin.processing}, {origin.dtype}",
-            ),
-            ("prompts", str(origin.n_prompts)),
-        )
+        return ("model", origin.model_text), ("prompts", str(origin.n_prompts))
 
     def to_frame(self) -> pandas.DataFrame:
         """Long form: one row a cell, a column for each axis, `value` last.
@@ -283,7 +303,7 @@ class Result(Shown):
         values = self.values.detach().to("cpu", torch.float64).flatten().numpy()
         frame = pandas.DataFrame({"value": values}, index=index).reset_index()
         if names and names[0] in ("target", "component", "write"):
-            places = {str(label): _place_of(str(label)) for label in self.axes[0].labels}
+            places = {str(label): place_of(str(label)) for label in self.axes[0].labels}
             for number, name in enumerate(("layer", "head"), start=1):
                 if any(place[number - 1] is not None for place in places.values()):
                     column = [places[str(label)][number - 1] for label in frame[names[0]]]
@@ -448,7 +468,8 @@ def load_result(path: str | os.PathLike[str]) -> Result:
     return next(one for one in found if one.kind == kind).from_json(text)
 
 
-def _place_of(label: str) -> tuple[int | None, int | None]:
+@functools.cache
+def place_of(label: str) -> tuple[int | None, int | None]:
     """The layer and the head of an address; None where it has none, or is of several parts."""
     try:
         address = parse(label)

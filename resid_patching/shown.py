@@ -49,12 +49,14 @@ class Shown:
 
     def _first_rows(self, k: int) -> tuple[pandas.DataFrame, str]:
         """The first k rows under their headings, and which of them these are."""
-        frame, names = self.table(), self.headings()
-        known: Any = frame if self.ordered else ranked(frame)
-        shown = known if self.ordered else known[:k]
-        n_all, n = len(known), len(shown)
-        which = f"the {n} largest of {n_all} {self.row_name}s, by size" if n < n_all else ""
-        return shown[list(names)].set_axis(list(names.values()), axis=1), which
+        names, which = self.headings(), ""
+        frame: Any = self.table()
+        if not self.ordered:
+            frame = ranked(frame)
+            if (n := len(frame)) > k:
+                which = f"the {k} largest of {n} {self.row_name}s, by size"
+            frame = frame[:k]
+        return frame[list(names)].set_axis(list(names.values()), axis=1), which
 
     def summary(self, k: int = _ROWS_SHOWN) -> str:
         """Its facts, its first rows and its caveats as text.

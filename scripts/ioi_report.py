@@ -13,6 +13,7 @@ import resid_patching as rp
 from resid_patching.address import MLP, Head
 from resid_patching.cli.output import model_text
 from resid_patching.markup import number_text, quoted
+from resid_patching.result import standard_error
 from resid_patching.show.report import (
     Report,
     Section,
@@ -228,7 +229,7 @@ def _knock_out(found: Study) -> Section:
         {
             "mean-ablated together": [which for which, _, _ in rows],
             "logit difference": [float(values.double().mean()) for _, values, _ in rows],
-            "se": [_error(values) for _, values, _ in rows],
+            "se": [float(standard_error(values)) for _, values, _ in rows],
             "share": [left for _, _, left in rows],
         }
     )
@@ -270,15 +271,9 @@ def _named(effect: rp.Effect, heads: Sequence[str]) -> str:
 
 def _mean(values: Any) -> str:
     """A mean over prompts and its standard error."""
-    error = _error(values)
+    error = float(standard_error(values))
     mean = number_text("value", float(values.detach().double().mean()))
     return mean if math.isnan(error) else f"{mean} ± {error:.4f}"
-
-
-def _error(values: Any) -> float:
-    if len(values) < 2:
-        return math.nan
-    return float(values.detach().double().std()) / len(values) ** 0.5
 
 
 def _percent(share: float) -> str:

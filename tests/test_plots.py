@@ -14,7 +14,7 @@ import resid_patching as rp
 from resid_patching import plots
 from resid_patching.errors import MissingExtraError, ResidPatchingError
 from resid_patching.plots import base as drawing
-from resid_patching.result import Axis, Provenance, Result
+from resid_patching.result import Axis, Provenance, Result, standard_error
 
 ORIGIN = Provenance("toy", None, "none", "0", "raw", "float64", "00", 3, True, "a made-up plan")
 
@@ -407,9 +407,9 @@ def test_bars_of_means_over_prompts_carry_standard_errors(swept, attributed):
 
 def test_weights_count_in_a_standard_error():
     values, weights = torch.tensor([[1.0, 4.0, 2.0]]), torch.tensor([2, 0, 2])
-    equal = drawing.standard_error(values)
-    assert equal == pytest.approx((values.double().std(-1) / 3**0.5).tolist())
-    assert drawing.standard_error(values, weights) == pytest.approx([(1.5 * 0.125) ** 0.5])
+    equal = standard_error(values)
+    assert equal.tolist() == pytest.approx((values.double().std(-1) / 3**0.5).tolist())
+    assert standard_error(values, weights).tolist() == pytest.approx([(1.5 * 0.125) ** 0.5])
 
 
 def test_attention_is_drawn_with_tokens_and_without_the_future():

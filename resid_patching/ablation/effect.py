@@ -13,9 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from resid_patching.address import Head, parse
-from resid_patching.errors import AddressError, SmallDenominatorWarning, warn
+from resid_patching.errors import SmallDenominatorWarning, warn
 from resid_patching.markup import number_text
-from resid_patching.result import Axis, Result
+from resid_patching.result import Axis, Result, place_of, standard_error
 
 if TYPE_CHECKING:
     import pandas
@@ -156,16 +156,6 @@ class Effect(Result):
             )
         return self.total.mean(-1) / gap
 
-    def standard_error(self, values: Tensor) -> Tensor:
-        """The standard error of `mean` over prompts [..., batch]; NaN for one prompt."""
-        values = values.detach().cpu().double()
-        n = values.shape[-1]
-        if self.weights is None or n == 1:
-            return values.std(-1) / n**0.5 if n > 1 else values[..., 0] * torch.nan
-        weights = self.weights.detach().cpu().double()
-        apart = weights * (values - self.mean(values)[..., None])
-        return (apart.square().sum(-1) * n / (n - 1)).sqrt() / weights.sum()
-
     @property
     def is_path(self) -> bool:
         """Whether only what targets send to chosen receivers was replaced."""
@@ -216,11 +206,10 @@ class Effect(Result):
         )
         frame = one.to_frame().drop(columns="prompt")
         if self.baseline.shape[0] > 1:
-            se = self.standard_error(self.total).flatten().numpy()
+            se = standard_error(self.total, self.weights).flatten().numpy()
             frame.insert(len(frame.columns) - 1, "se", se)
         if self.has_perplexity:
-            frame["perplexity"] = self.perplexity["after"]
-            frame["ratio"] = self.perplexity["ratio"]
+            frame[["perplexity", "ratio"]] = self.perplexity[["after", "ratio"]]
         return frame
 
     def headings(self) -> dict[str, str]:
@@ -285,8 +274,9 @@ class Effect(Result):
         """The grid or the bars; beside a grid of heads its bars, beside receivers the diagram."""
         if self._has("receiver"):
             return ("show", "path_diagram")
-        several = len(self.targets) > 1 and all(_is_head(target) for target in self.targets)
-        return ("show", "effect_bars") if several and self.columns is None else ("show",)
+        heads = [place_of(target)[1] is not None for target in self.targets]
+        is_grid = len(heads) > 1 and all(heads) and self.columns is None
+        return ("show", "effect_bars") if is_grid else ("show",)
 
     @property
     def averaged(self) -> str:
@@ -328,9 +318,8 @@ class Effect(Result):
         total = self.total.detach().to("cpu", torch.float64).flatten(0, -2)
         n = total.shape[1]
         nan = total.new_full((total.shape[0],), torch.nan)
-        se, low, high = nan, nan, nan
+        low, high = nan, nan
         if n > 1:
-            se = total.std(1) / n**0.5
             generator = torch.Generator().manual_seed(seed)
             drawn = torch.randint(n, (draws, n), generator=generator, device="cpu")
             counts = total.new_zeros(draws, n)
@@ -348,7 +337,7 @@ class Effect(Result):
         columns: dict[str, Any] = {"target": [target for target, _ in rows]}
         if between is not None:
             columns[between.name] = [label for _, label in rows]
-        columns |= {"n": n, "total": mean(self.total), "se": se.numpy()}
+        columns |= {"n": n, "total": mean(self.total), "se": standard_error(total).numpy()}
         columns |= {"low": low.numpy(), "high": high.numpy()}
         columns |= {"direct": mean(self.direct), "indirect": mean(self.indirect)}
         return pandas.DataFrame(columns)
@@ -413,10 +402,3 @@ class Effect(Result):
                 "ratio": (after / before).numpy(),
             }
         )
-
-
-def _is_head(label: str) -> bool:
-    try:
-        return isinstance(parse(label), Head)
-    except AddressError:
-        return False

@@ -22,6 +22,7 @@ from resid_patching.cli.inputs import (
     add_prompt_flags,
     read_lines,
     read_prompts,
+    with_swept,
 )
 from resid_patching.cli.output import body_of, deliver, model_text, require_files
 from resid_patching.cli.progress import Progress
@@ -223,20 +224,9 @@ def _once(name: str, given: list[str] | None) -> list[str] | None:
 
 
 def _targets(view: ModelView, arguments: argparse.Namespace) -> list[Any]:
-    from resid_patching.ablation import heads, streams, writers
-    from resid_patching.address import MLP, Attn, parse
+    from resid_patching.address import parse
 
-    named = [parse(text) for text in arguments.targets]
-    match arguments.sweep:
-        case "heads":
-            swept: list[Any] = list(heads(view))
-        case "layers":
-            swept = [writer for writer in writers(view) if isinstance(writer, Attn | MLP)]
-        case "streams":
-            swept = list(streams(view))
-        case _:
-            swept = []
-    return named + [site for site in swept if site not in named]
+    return with_swept(view, [parse(text) for text in arguments.targets], arguments.sweep)
 
 
 # Running

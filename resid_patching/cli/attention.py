@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 from resid_patching.cli.flags import add_flags
@@ -55,35 +56,30 @@ def run(arguments: argparse.Namespace) -> None:
     from resid_patching.attention import attention_patterns
     from resid_patching.run import capture
     from resid_patching.show.html import texts_frame
-    from resid_patching.show.report import Report, Section, Table, drawn, token_facts
+    from resid_patching.show.report import Report, drawn, section, token_facts
 
     captured = capture(model, prompts, prepend_bos=arguments.prepend_bos)
     patterns = attention_patterns(captured, arguments.heads)
     names = patterns.headings()
     looks: Any = patterns.looks(arguments.top, query=arguments.query)
-    drawn_prompts = range(min(_MOST_PICTURES, len(prompts)))
-    left = len(prompts) - len(drawn_prompts)
+    shown = range(min(_MOST_PICTURES, len(prompts)))
+    left = len(prompts) > _MOST_PICTURES
+    part = section(
+        patterns,
+        facts=token_facts(patterns.token_texts),
+        caveats=(f"Pictures of the first {_MOST_PICTURES} prompts.",) if left else (),
+    )
+    frame = looks[list(names)].set_axis(list(names.values()), axis=1)
+    part = dataclasses.replace(
+        part,
+        tables=(dataclasses.replace(part.tables[0], frame=frame, bar="weight"),),
+        draws=tuple(drawn("attention", patterns, batch=n) for n in shown),
+    )
     report = Report(
         title=f"Attention patterns, {patterns.provenance.model}",
         origin=patterns.provenance,
         model=model_text(captured.view, patterns.provenance),
-        sections=(
-            Section(
-                facts=(*token_facts(patterns.token_texts), *patterns.facts()[2:]),
-                caveats=(
-                    *patterns.caveats(),
-                    *([f"Pictures of the first {_MOST_PICTURES} prompts."] if left else []),
-                ),
-                tables=(
-                    Table(
-                        looks[list(names)].set_axis(list(names.values()), axis=1),
-                        title=patterns.caption,
-                        bar="weight",
-                    ),
-                ),
-                draws=tuple(drawn("attention", patterns, batch=n) for n in drawn_prompts),
-            ),
-        ),
+        sections=(part,),
         prompts=texts_frame({"prompt": prompts}),
         stand_in=stand_in,
     )

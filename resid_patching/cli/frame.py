@@ -334,8 +334,8 @@ def _require_inputs_kept(arguments: argparse.Namespace) -> None:
     }
     for name in _OUTPUT_FILES:
         path = flags.get(name)
-        if path is not None and (receiver := read.get(os.path.realpath(path))) is not None:
-            raise UsageError(f"--{name} {path} is the file that --{receiver} reads; give another")
+        if path is not None and (source := read.get(os.path.realpath(path))) is not None:
+            raise UsageError(f"--{name} {path} is the file that --{source} reads; give another")
 
 
 def _names(given: Any) -> list[str]:

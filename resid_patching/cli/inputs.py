@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from resid_patching.cli.flags import add_flags
 from resid_patching.cli.frame import UsageError
+
+if TYPE_CHECKING:
+    from resid_patching.models import ModelView
 
 
 def read_lines(path: str) -> list[str]:
@@ -103,3 +107,20 @@ def spread(name: str, given: list[str] | None, prompts: list[str]) -> list[str] 
         f"--{name} was given {len(given)} times for {len(prompts)} prompts; give it once, or "
         "once for each prompt"
     )
+
+
+def with_swept(view: ModelView, named: list[Any], sweep: str | None) -> list[Any]:
+    """The parts that were named, then those of --sweep that were not."""
+    from resid_patching.ablation import heads, streams, writers
+    from resid_patching.address import MLP, Attn
+
+    match sweep:
+        case "heads":
+            swept: list[Any] = list(heads(view))
+        case "layers":
+            swept = [writer for writer in writers(view) if isinstance(writer, Attn | MLP)]
+        case "streams":
+            swept = list(streams(view))
+        case _:
+            swept = []
+    return named + [site for site in swept if site not in named]

@@ -137,7 +137,4 @@ def csv_text(frame: pandas.DataFrame) -> str:
 
 def model_text(view: ModelView, origin: Provenance) -> str:
     """Which model ran, and in what state."""
-    return (
-        f"{origin.model} ({origin.backend}, TransformerLens {origin.transformer_lens}), "
-        f"{origin.processing}, {origin.dtype}, {view.n_layers} layers of {view.n_heads} heads"
-    )
+    return f"{origin.model_text}, {view.n_layers} layers of {view.n_heads} heads"

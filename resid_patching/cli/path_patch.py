@@ -15,6 +15,7 @@ from resid_patching.cli.frame import (
     add_output_flags,
     load_model,
 )
+from resid_patching.cli.inputs import with_swept
 from resid_patching.cli.output import body_of, deliver, model_text, require_files
 from resid_patching.cli.path_inputs import Inputs, add_path_patch_flags, read_inputs
 from resid_patching.cli.progress import Progress
@@ -172,7 +173,7 @@ def _patch(
     if arguments.using == "resample" and source is not None:
         differing = differences(base.prompts, source.prompts)
     metric = _new_metric(inputs.metric, pairs)
-    senders = _all_senders(view, inputs, arguments)
+    senders = with_swept(view, inputs.senders, arguments.sweep)
     path = Path(
         to=_ends(view, inputs, arguments), using=_using(arguments, source), mlps=arguments.mlps
     )
@@ -203,20 +204,6 @@ def _new_metric(name: str, pairs: PromptPairs) -> Any:
         return None if given is None else shared(list(given))
 
     return new_metric(name, tokens(pairs.answers), tokens(pairs.foils), on_text=False)
-
-
-def _all_senders(view: ModelView, inputs: Inputs, arguments: argparse.Namespace) -> list[Any]:
-    from resid_patching.ablation import heads, writers
-    from resid_patching.address import MLP, Attn
-
-    match arguments.sweep:
-        case "heads":
-            swept: list[Any] = list(heads(view))
-        case "layers":
-            swept = [writer for writer in writers(view) if isinstance(writer, Attn | MLP)]
-        case _:
-            swept = []
-    return inputs.senders + [sender for sender in swept if sender not in inputs.senders]
 
 
 def _ends(view: ModelView, inputs: Inputs, arguments: argparse.Namespace) -> Any:

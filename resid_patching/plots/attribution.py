@@ -28,11 +28,10 @@ from resid_patching.plots.base import (
     mean,
     over_prompts,
     require_plotly,
-    standard_error,
 )
 from resid_patching.plots.grids import Grid, draw_grids
 from resid_patching.plots.heat import what_is_scored
-from resid_patching.result import Axis
+from resid_patching.result import Axis, standard_error
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -56,12 +55,11 @@ def attribution_bars(found: Attribution, *, top: int = 20) -> plotly.graph_objec
     order = sorted(range(len(values)), key=lambda n: -abs(float(values[n])))
     shown = {found.components[n]: float(values[n]) for n in order[:top]}
     each = standard_error(found.values[..., 0])
-    errors = {found.components[n]: each[n] for n in order[:top]}
+    errors = {found.components[n]: float(each[n]) for n in order[:top]}
     if others := order[top:]:
         shown[f"{len(others)} other rows"] = float(values[others].sum())
-        (errors[f"{len(others)} other rows"],) = standard_error(
-            found.values[others, :, 0].sum(0)[None]
-        )
+        error = standard_error(found.values[others, :, 0].sum(0))
+        errors[f"{len(others)} other rows"] = float(error)
     whole = f"all rows add up to {float(values.sum()):+.5g}"
     heading = heading_of(what_is_scored(found), found.unit, over_prompts(found), whole)
     several = found.values.shape[1] > 1

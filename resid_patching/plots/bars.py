@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from resid_patching.ablation import Effect
 from resid_patching.plots.base import (
     INK,
@@ -21,10 +19,10 @@ from resid_patching.plots.base import (
     literal,
     require_plotly,
     short,
-    standard_error,
     why_empty,
 )
 from resid_patching.plots.heat import about_effect, metric_words
+from resid_patching.result import standard_error
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -150,7 +148,7 @@ def effect_bars(effect: Effect, *, top: int = 20) -> plotly.graph_objects.Figure
         if name != "total" and (why := why_empty(values[order], effect.unit)):
             notes.append(f"{name}: {why}")
             continue
-        errors = torch.tensor(standard_error(parts[name], effect.weights))
+        errors = standard_error(parts[name], effect.weights)
         figure.add_bar(
             x=listed(values[order].tolist()),
             y=list(range(len(order))),

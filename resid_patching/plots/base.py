@@ -9,7 +9,6 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from resid_patching.errors import MissingExtraError
@@ -161,24 +160,9 @@ def why_empty(values: Tensor, unit: str) -> str | None:
     return f"below {limit:g} everywhere" if float(values.nan_to_num().abs().max()) < limit else None
 
 
-def standard_error(values: Tensor, weights: Tensor | None = None) -> list[float]:
-    """Standard error of the mean over prompts [..., batch] -> [...]; 0 where there is one prompt.
-
-    With weights w that sum to 1 and the mean m: sqrt(n / (n - 1) * sum w^2 (x - m)^2).
-    """
-    values = values.detach().cpu().double()
-    n = values.shape[-1]
-    if n == 1:
-        return torch.zeros(values.shape[:-1]).tolist()
-    share = torch.ones(n).double() if weights is None else weights.detach().cpu().double()
-    share = share / share.sum()
-    off = values - (values * share).sum(-1, keepdim=True)
-    return (n / (n - 1) * (share * off).square().sum(-1)).sqrt().tolist()
-
-
 def error_bars(errors: Sequence[float]) -> dict[str, Any] | None:
     """Standard errors as plotly's error bars; None where there are none."""
-    if not any(errors):
+    if not any(error > 0 for error in errors):
         return None
     return {
         "type": "data",

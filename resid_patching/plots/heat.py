@@ -15,7 +15,7 @@ from resid_patching.attribution import Attribution
 from resid_patching.errors import AddressError
 from resid_patching.plots.base import heading_of, mean, over_prompts
 from resid_patching.plots.grids import Grid, draw_grids
-from resid_patching.result import Axis, Result
+from resid_patching.result import Axis, Result, place_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -183,11 +183,8 @@ def _by_layer(labels: Sequence[str], means: Mapping[str, Tensor], shown: str) ->
 
 def as_head(label: str) -> Head | None:
     """The head that a label names; None where it names another part, or several."""
-    try:
-        address = parse(label)
-    except AddressError:  # several targets together
-        return None
-    return address if isinstance(address, Head) else None
+    layer, head = place_of(label)
+    return None if layer is None or head is None else Head(layer, head)
 
 
 def about_effect(effect: Effect) -> tuple[str, ...]:

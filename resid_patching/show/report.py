@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from resid_patching.markup import number_text
+from resid_patching.markup import quoted
+from resid_patching.shown import ranked
 
 if TYPE_CHECKING:
     import pandas
@@ -189,13 +190,10 @@ def table_of(
     after: tuple[str, ...] = ()
     bar = ""
     if not result.ordered:
-        n, absent = len(frame), frame["value"].isna()
-        if not absent.all():
-            frame = frame.loc[~absent]
-            frame = frame.loc[
-                frame["value"].abs().sort_values(ascending=False, kind="stable").index
-            ]
-        if lost := int(absent.sum()):
+        n, lost = len(frame), int(frame["value"].isna().sum())
+        if lost < n:
+            frame = ranked(frame)
+        if lost:
             why = "are not in every prompt: n/a"
             if getattr(result, "is_path", False):
                 one = result.row_name == "sender"
@@ -272,7 +270,7 @@ def crossed(effect: Effect, top: int) -> tuple[Grid, ...]:
     ]
     why = "weaker or without a path" if is_path else "weaker or not in every prompt"
     tokens = dict(zip(frame[name], frame.get("token", []), strict=False))
-    heads = [(str(c), f'"{tokens[c]}"') if c in tokens else (str(c),) for c in shown.columns]
+    heads = [(str(c), quoted(tokens[c])) if c in tokens else (str(c),) for c in shown.columns]
     return (
         Grid(
             f"total effect in {effect.unit}, {row} by {name}"
@@ -316,8 +314,6 @@ def number_cells(values: Any) -> list[list[Cell | None]]:
 
 def token_items(texts: Sequence[str], most: int = 60) -> list[str]:
     """Tokens with their positions, at most so many."""
-    from resid_patching.markup import quoted
-
     items = [f"{place} {quoted(text)}" for place, text in enumerate(texts[:most])]
     return items + [f"... {len(texts) - most} more tokens"] * (len(texts) > most)
 
@@ -331,8 +327,3 @@ def token_facts(prompts: Sequence[Sequence[str]], most: int = 4) -> Facts:
     if len(prompts) > most:
         rows.append(("", f"... {len(prompts) - most} more prompts"))
     return tuple(rows)
-
-
-def signed(value: float, column: str = "value") -> str:
-    """A number as a table shows it."""
-    return number_text(column, float(value))
