@@ -48,8 +48,10 @@ FORMAT_VERSION = 2  # 1 had no checksum
 _HOMES = {
     "result": "result",
     "comparison": "result",
+    "attention": "attention",
     "attribution": "attribution",
     "effect": "ablation",
+    "linearised": "ablation",
     "stream_report": "stream",
     "lens": "lens.results",
     "lens_top_tokens": "lens.results",

@@ -47,6 +47,7 @@ KINDS = {
     "tokens": lambda run: rp.logit_lens(run).top_tokens(3),
     "lens": rp.logit_lens,
     "tuned lens": lambda run: zoo_lens.random_lens(run.view.model),
+    "attention": lambda run: rp.attention_patterns(run, ["0.1", "2.3"]),
     "grid": lambda run: KINDS["effect"](run).grid(),
     "comparison": lambda run: KINDS["effect"](run) - KINDS["effect"](run),
 }
@@ -83,6 +84,14 @@ def test_what_a_command_writes_is_read_back(tmp_path, model):
     argv = ["dla", "--model", str(zoo.text_folder()), "--prompt", PROMPTS[0], "--json", str(path)]
     assert main(argv) == 0
     assert isinstance(rp.load_result(path), rp.Attribution)
+
+
+def test_linearised_paths_are_read_back(run, tmp_path):
+    path = rp.Path(to="logits", using=rp.Zero(), mlps="freeze")
+    result = rp.linearised_paths(run, ["0.1"], path, metric=DIFF)
+    (tmp_path / "o.json").write_text(result.to_json(), encoding="utf-8")
+    again = rp.load_result(tmp_path / "o.json")
+    assert type(again) is type(result) and again.exact.equal(result.exact)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"kind": "ioi"}', '{"kind": ["effect"]}'])
