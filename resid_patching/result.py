@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Num
 from torch import Tensor
 
 from resid_patching.address import Head, parse
@@ -125,7 +125,7 @@ class Provenance:
 
 
 def standard_error(
-    values: Float[Tensor, "*cell batch"], weights: Float[Tensor, " batch"] | None = None
+    values: Float[Tensor, "*cell batch"], weights: Num[Tensor, " batch"] | None = None
 ) -> Float[Tensor, "*cell"]:
     """The standard error of the mean over prompts; NaN where there is one prompt.
 
