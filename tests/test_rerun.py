@@ -56,12 +56,23 @@ def test_every_route_gives_the_same_numbers_on_long_and_short_prompts(toy, posit
 
 
 @backends
-def test_targets_of_several_stages_together_are_replayed(toy):
-    sites = ["0.1", "mlp.1"]
-    for routes in (EVERY, ("replay", "full"), ("full",)):
-        effect = ablate(toy.model, LONG, sites, routes, joint=True)
-        assert effect.routes == (routes[-2:][0],)
-        assert_same(effect, ablate(toy.model, LONG, sites, ("full",), joint=True))
+def test_targets_of_several_stages_together_go_every_route(toy):
+    many = ["embed", "0.1", "mlp.0.5", "resid_mid.1", "1.2.q", "1.1.k", "1.0", "mlp.1", "2.3.v"]
+    for sites in (["0.1", "mlp.1"], many, ["attn.0.bias", "0.2", "attn.1", "mlp.1.bias", "2.1.z"]):
+        expected = ablate(toy.model, LONG, sites, ("full",), joint=True)
+        for routes in (EVERY, ("replay", "full"), ("full",)):
+            effect = ablate(toy.model, LONG, sites, routes, joint=True)
+            assert effect.routes == (routes[0],)
+            assert_same(effect, expected)
+
+
+@backends
+def test_a_pattern_behind_another_target_is_replayed(toy):
+    """Our attention shows no pattern in which one could be put on the way."""
+    sites = ["0.1", "1.2.pattern"]
+    effect = ablate(toy.model, LONG, sites, joint=True)
+    assert effect.routes == ("replay",)
+    assert_same(effect, ablate(toy.model, LONG, sites, ("full",), joint=True))
 
 
 @pytest.mark.parametrize("routes", [EVERY, ("replay", "full"), ("full",)], ids=str)
@@ -110,9 +121,9 @@ def test_one_changed_row_is_run_on_the_clean_keys_and_values_of_the_others(toy, 
     seen = []
     project = PlainBlocks.project
 
-    def counting(self, layer, x, positions, *rest):
+    def counting(self, layer, x):
         seen.append((layer, x.shape[0], x.shape[2]))
-        return project(self, layer, x, positions, *rest)
+        return project(self, layer, x)
 
     rows = [list(range(1, 15))] * 2
     options = {"positions": -2, "metric": rp.loss()}
@@ -343,7 +354,7 @@ def _weight(model, name):
     return found[0]
 
 
-@pytest.mark.parametrize("part", ["mlp_write", "attention_write", "rotate", "attend_causal"])
+@pytest.mark.parametrize("part", ["mlp_out", "attention_write", "rotate", "attend"])
 @backends
 def test_wrong_blocks_of_ours_are_refused_and_the_numbers_stay_right(toy, part, monkeypatch):
     model = fresh(toy)
@@ -365,14 +376,14 @@ def test_the_comparison_of_routes_notices_what_our_check_would_not(toy, monkeypa
     """Blocks that are right for the unchanged run alone give other numbers, which `full` shows."""
     model = fresh(toy)
     expected = ablate(model, LONG, targets(toy), ("full",))
-    right = PlainBlocks.mlp_write
+    right = PlainBlocks.mlp_out
 
     def wrong(self, layer, x, *rest):
         found = right(self, layer, x, *rest)
         found[1:] *= 1 + 1e-6  # the control is the first of a stack
         return found
 
-    monkeypatch.setattr(PlainBlocks, "mlp_write", wrong)
+    monkeypatch.setattr(PlainBlocks, "mlp_out", wrong)
     effect = ablate(model, LONG, targets(toy))
     assert effect.routes == ("plain",)
     with pytest.raises(AssertionError):
@@ -388,10 +399,10 @@ def test_a_control_of_later_layers_does_not_stand_for_earlier_ones(toy, monkeypa
         variants_of(run, [rp.parse(site)], rp.Zero(), [run.locate(None)], joint=False)
         for site in ("resid_post.1", "resid_pre.1")
     )
-    right = PlainBlocks.mlp_write
+    right = PlainBlocks.mlp_out
     monkeypatch.setattr(
         PlainBlocks,
-        "mlp_write",
+        "mlp_out",
         lambda s, layer, *rest: right(s, layer, *rest) * (1 + 1e-6 * (layer == 1)),
     )
     names = hooks_to_keep(run, [*late, *early])

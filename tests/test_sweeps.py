@@ -369,7 +369,7 @@ def test_linearised_paths_are_not_kept(capsys, folder):
 @pytest.mark.parametrize("worked", ["widest", "shortest"])
 def test_each_group_of_prompts_has_a_control_of_its_own_whoever_works_it(monkeypatch, worked):
     """What only long prompts show, such as local attention, sends these alone another way."""
-    right = PlainBlocks.attend_causal
+    right = PlainBlocks.attend
 
     def only_short(self, q, *rest):
         return right(self, q, *rest) * (1 + 1e-3 * (q.shape[2] > 10))
@@ -380,7 +380,7 @@ def test_each_group_of_prompts_has_a_control_of_its_own_whoever_works_it(monkeyp
             assert set(widths) == {3, 30}
             return [chunks[widths.index(30 if worked == "widest" else 3)]]
 
-    monkeypatch.setattr(PlainBlocks, "attend_causal", only_short)
+    monkeypatch.setattr(PlainBlocks, "attend", only_short)
     model = zoo.fresh_named("gpt2_untied")
     run = rp.capture(model, [[1, 2, 3]] * 400 + [list(range(1, 31))] * 40)
     sites = rp.heads(run.view)[:2]

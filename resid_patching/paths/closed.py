@@ -18,8 +18,7 @@ Source: Wang et al. 2022 (arXiv 2211.00593), section 3.1 and appendix B.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -28,39 +27,24 @@ from torch import Tensor
 from resid_patching.address import (
     MLP,
     Attn,
+    AttnBias,
+    Embed,
     Head,
     HeadInput,
     Logits,
     MLPBias,
     MLPIn,
     Neuron,
+    PosEmbed,
     Receiver,
     Stream,
-    write_stage,
 )
 from resid_patching.models import take
-from resid_patching.paths.receivers import read_at_stage, starts_at_stage
-from resid_patching.rerun import Chunk, Edit, NotPlain, Variant
+from resid_patching.paths.receivers import read_at_stage, site_of, starts_at_stage
+from resid_patching.rerun import Changes, Chunk, NotPlain, Put, Variant
 
 MLPs = Literal["freeze", "recompute"]
 Place = Literal["pre", "mid", "post"]
-
-
-@dataclass(frozen=True, eq=False)
-class Read:
-    """What one receiver reads.
-
-    Attributes:
-        n: how many senders of the stack reach it; these come first.
-        values: its value for each of them [n, rows, positions, ...].
-        clean: its value in the clean run [rows, positions, ...].
-        changes: values - clean, for stream states and MLPs.
-    """
-
-    n: int
-    values: Tensor
-    clean: Tensor
-    changes: Tensor | None
 
 
 class Stack:
@@ -79,30 +63,33 @@ class Stack:
     ) -> None:
         assert chunk.plain is not None
         self.chunk, self.view, self.plain = chunk, chunk.view, chunk.plain
-        self.index, self.senders, self.mlps, self.frozen = index, senders, mlps, frozen
-        self.valid = (index >= 0).to(chunk.clean.final)[..., None]
+        self.index, self.mlps, self.frozen = index, mlps, frozen
         self.starts = [starts_at_stage(sender) for sender in senders]
-        self.edits: dict[tuple[int, int], list[tuple[int, Edit]]] = defaultdict(list)
-        for number, sender in enumerate(senders):
-            for edit in sender:
-                self.edits[write_stage(edit.site)].append((number, edit))  # type: ignore[arg-type]
+        changes = Changes(chunk.clean, senders)
+        self.puts = list(changes.all)
         shape = (len(senders), *index.shape)
         self.D = chunk.clean.final.new_zeros(*shape, self.view.d_model)
-        self.moved = torch.zeros(shape, dtype=torch.bool, device=self.D.device)
+        self.moved = changes.moved_at(index)
         """Where a sender's value differs from the clean one; elsewhere D is exactly zero."""
 
-    def read(self, receivers: Iterable[Receiver]) -> dict[Receiver, Read]:
-        """Carries the senders through the layers; gives what each receiver reads on the way."""
+    def read(self, receivers: Iterable[Receiver]) -> dict[Receiver, Tensor]:
+        """What each receiver reads on the way, from each sender that reaches it.
+
+        Returns:
+            [n, rows, positions, ...]: a head's input, an MLP's write, or a state. The n senders
+            that reach a receiver are the first. Exactly the clean value where a sender's does not
+            differ.
+        """
         wanted: dict[tuple[int | float, int], list[Receiver]] = defaultdict(list)
         for receiver in receivers:
             wanted[read_at_stage(self.view, receiver)].append(receiver)
-        found: dict[Receiver, Read] = {}
-        self._add(-1, 0)
+        found: dict[Receiver, Tensor] = {}
+        self._write(0, Embed, PosEmbed)
         last = max(wanted)
         for layer in range(self.view.n_layers):
             found |= self._read(wanted.pop((layer, 0), []), layer, "pre")
             before = self._at_mlp(layer) if self.view.parallel else None
-            self._add(layer, 1)
+            self._write(layer, Head, Attn, AttnBias)
             found |= self._read(wanted.pop((layer, 2), []), layer, "mid")
             if not wanted:
                 return found
@@ -112,52 +99,18 @@ class Stack:
         found |= self._read(wanted.pop(last, []), self.view.n_layers - 1, "post")
         return found
 
-    # Writes
-
     def _n_before(self, layer: int | float, place: int) -> int:
         """How many senders have begun to write before a stage."""
         return sum(start < (layer, place) for start in self.starts)
 
-    def _add(self, layer: int, place: int) -> None:
-        """Adds the senders' own writes of the attention side of a layer, or the embeddings'."""
-        edits = self.edits.get((layer, place), [])
-        heads = [item for item in edits if isinstance(item[1].site, Head)]
-        if heads:
-            z = self._rows(self.chunk.clean.act(Head(layer, 0)))
-            numbers = [edit.site.head for _, edit in heads]  # type: ignore[union-attr]
-            old = torch.einsum("bnhd->hbnd", z)[numbers]
-            weight = self.view.W_O(layer).detach()[numbers]
-            self._add_parts(heads, old, lambda moved: torch.einsum("kbnd,kdm->kbnm", moved, weight))
-        for number, edit in edits:
-            if not isinstance(edit.site, Head):
-                self._add_whole(number, edit)
-
-    def _add_parts(
-        self,
-        items: list[tuple[int, Edit]],
-        old: Tensor,
-        write: Callable[[Tensor], Tensor],
-    ) -> None:
-        """Adds what parts of one layer, of `old` values [k, rows, n, ...], write more or less."""
-        moved = torch.stack([self._new(edit) for _, edit in items]).to(old) - old
-        moved = moved * (self.valid if moved.ndim == 4 else self.valid[..., 0])
-        numbers = torch.tensor([number for number, _ in items], device=self.D.device)
-        differs = (moved != 0).any(-1) if moved.ndim == 4 else moved != 0
-        self.moved[numbers] |= differs
-        self.D.index_add_(0, numbers, write(moved).to(self.D))
-
-    def _add_whole(self, number: int, edit: Edit) -> None:
-        change = self._change(edit)
-        self.moved[number] |= (change != 0).any(-1)
-        self.D[number] += change
-
-    def _change(self, edit: Edit) -> Tensor:
-        """New - old write [rows, n, d_model] of a sender whose value is its write."""
-        change = self._new(edit) - self.chunk.deltas.old(edit, self.index)
-        return change.to(self.D) * self.valid
-
-    def _new(self, edit: Edit) -> Tensor:
-        return edit.fill(self.chunk.rows, self.index).to(self.D.device)
+    def _write(self, layer: int, *types: type) -> None:
+        """Adds what the senders of some types write more or less in a layer."""
+        puts = [p for p in self.puts if isinstance(p.site, types) and _layer(p) == layer]
+        if types[0] is Embed:
+            for put in puts:
+                put.add(self.D, self.index, put.values)
+        else:
+            self.chunk.deltas.write(self.D, puts, layer, self.index)
 
     # MLPs
 
@@ -170,31 +123,31 @@ class Stack:
     def _pass_mlp(self, layer: int, before: tuple[int, Tensor]) -> None:
         """What an MLP adds to the differences: its answer to them, and senders inside it."""
         n, D = before
-        edits = self.edits.get((layer, 3), [])
         live = n if self.mlps == "recompute" else 0
-        neurons = [item for item in edits if isinstance(item[1].site, Neuron)]
-        self._add_neurons(layer, [item for item in neurons if item[0] >= live])
-        wholes = {number: edit for number, edit in edits if isinstance(edit.site, MLP)}
+        inside = [put for put in self.puts if isinstance(put.site, Neuron) and _layer(put) == layer]
+        held = []
+        for put in inside:
+            answers = put.numbers < live
+            if bool(answers.any()):
+                held.append(put.of(answers))
+            if not bool(answers.all()):
+                self.chunk.deltas.write(self.D, [put.of(~answers)], layer, self.index)
         if live:
-            held = [item for item in neurons if item[0] < live]
-            change = self._answer(layer, D, held)
-            for number in wholes.keys() & range(live):
-                change[number] = 0
-            self.D[:live] += change * self.moved[:live, ..., None]
-        for number, edit in edits:
-            if isinstance(edit.site, MLP | MLPBias):
-                self._add_whole(number, edit)
+            change = self._answer(layer, D, held) * self.moved[:live, ..., None]
+            for put in self.puts:
+                if put.site == MLP(layer):
+                    change[put.numbers[put.numbers < live]] = 0
+            self.D[:live] += change
+        self._write(layer, MLP, MLPBias)
 
-    def _answer(self, layer: int, D: Tensor, held: list[tuple[int, Edit]]) -> Tensor:
+    def _answer(self, layer: int, D: Tensor, held: list[Put]) -> Tensor:
         """MLP(r + D) - MLP(r), some neurons held at their new values [senders, rows, n, d]."""
         # The clean rows go through the same product, so that no difference gives none.
         post = self.plain.mlp_post(layer, self._stacked(layer, "mid", D))
-        for number, edit in held:
-            neuron = edit.site.index  # type: ignore[union-attr]
-            old = self._rows(self.chunk.clean.act(edit.site))[..., neuron]
-            moved = (self._new(edit) - old).to(post) * self.valid[..., 0]
-            self.moved[number] |= moved != 0
-            post[number + 1, ..., neuron] = post[0, ..., neuron] + moved
+        for put in held:
+            neuron = put.site.index  # type: ignore[union-attr]
+            moved = put.difference.to(post) * (put.index >= 0)
+            post[put.numbers + 1, ..., neuron] = post[0, ..., neuron] + moved
         out = self.plain.mlp_out(layer, post)
         self._require_own(layer, out[0])
         return out[1:] - out[:1]
@@ -203,76 +156,62 @@ class Stack:
         """Raises NotPlain where our MLP's clean write is not the model's own."""
         found = self._state(layer, "mid") + write
         if self.view.parallel:
-            found = found + self._rows(self.chunk.clean.act(Attn(layer)))
+            found = found + take(self.chunk.clean.act(Attn(layer)), self.index)
         there = self.index >= 0
         if not self.chunk.clean.agree(found[there], self._state(layer, "post")[there]):
             raise NotPlain(f"the MLP of layer {layer} differs")
 
-    def _add_neurons(self, layer: int, items: list[tuple[int, Edit]]) -> None:
-        if not items:
-            return
-        numbers = [edit.site.index for _, edit in items]  # type: ignore[union-attr]
-        post = self._rows(self.chunk.clean.act(Neuron(layer, 0)))
-        old = torch.einsum("bnm->mbn", post[..., numbers])
-        weight = self.view.W_out(layer).detach()[numbers]
-        self._add_parts(items, old, lambda moved: torch.einsum("kbn,kd->kbnd", moved, weight))
-
     # Reads
-
-    def _rows(self, values: Tensor) -> Tensor:
-        return take(values, self.index)
 
     def _state(self, layer: int, place: Place) -> Tensor:
         """The clean state that something in a layer reads, at the senders' positions."""
         joined = self.view.parallel or self.view.attn_only
         place = "pre" if place == "mid" and joined else place
-        return self._rows(self.chunk.clean.after(layer, place))
+        return take(self.chunk.clean.after(layer, place), self.index)
 
     def _stacked(self, layer: int, place: Place, D: Tensor) -> Tensor:
         """The clean state, then one with each difference [1 + senders, rows, n, d_model]."""
         state = self._state(layer, place)[None]
         return torch.cat([state, state + D])
 
-    def _read(self, receivers: list[Receiver], layer: int, place: Place) -> dict[Receiver, Read]:
+    def _read(self, receivers: list[Receiver], layer: int, place: Place) -> dict[Receiver, Tensor]:
         if not receivers:
             return {}
         stages: dict[Place, tuple[int, int]] = {"pre": (layer, 0), "mid": (layer, 2)}
         n = self._n_before(*stages.get(place, (layer, 4)))
-        found: dict[Receiver, Read] = {}
+        D, moved = self.D[:n], self.moved[:n, ..., None]
+        found: dict[Receiver, Tensor] = {}
         inputs = [receiver for receiver in receivers if isinstance(receiver, HeadInput)]
         if inputs:
-            found |= self._read_inputs(inputs, layer, n)
+            found |= self._read_inputs(inputs, layer, D)
         for receiver in receivers:
             if isinstance(receiver, MLPIn):
-                found[receiver] = self._read_mlp(receiver, n)
+                stacked = self._stacked(layer, "mid", D)
+                base = stacked[:1] if self.frozen else None
+                write = self.plain.mlp_write(layer, stacked, base)
+                found[receiver] = self._old(receiver) + (write[1:] - write[:1])
             elif isinstance(receiver, Stream | Logits):
-                state, D = self._state(layer, place), self.D[:n].clone()
-                found[receiver] = Read(n, state + D, state, D)
-        return found
+                found[receiver] = self._old(receiver) + D
+        return {r: torch.where(moved, value, self._old(r)) for r, value in found.items()}
 
-    def _read_inputs(self, receivers: list[HeadInput], layer: int, n: int) -> dict[Receiver, Read]:
-        stacked = self._stacked(layer, "pre", self.D[:n])
+    def _old(self, receiver: Receiver) -> Tensor:
+        """A receiver's own clean value [rows, positions, ...]."""
+        return self.chunk.clean.old(site_of(self.view, receiver), self.index)
+
+    def _read_inputs(
+        self, receivers: list[HeadInput], layer: int, D: Tensor
+    ) -> dict[Receiver, Tensor]:
+        stacked = self._stacked(layer, "pre", D)
         normed = self.plain.normed(layer, stacked, stacked[:1] if self.frozen else None)
-        found: dict[Receiver, Read] = {}
+        found: dict[Receiver, Tensor] = {}
         for which in ("q", "k", "v"):
             chosen = [receiver for receiver in receivers if receiver.which == which]
-            if not chosen:
-                continue
-            values = self.plain.inputs(layer, which, [receiver.head for receiver in chosen], normed)
-            # Where no sender's value differs, exactly the clean one.
-            values = torch.where(self._moved(n)[..., None], values, values[:1])
-            for place, receiver in enumerate(chosen):
-                found[receiver] = Read(n, values[1:, ..., place, :], values[0, ..., place, :], None)
+            if chosen:
+                heads = [receiver.head for receiver in chosen]
+                values = self.plain.inputs(layer, which, heads, normed[1:])
+                found |= {r: values[..., place, :] for place, r in enumerate(chosen)}
         return found
 
-    def _read_mlp(self, receiver: MLPIn, n: int) -> Read:
-        stacked = self._stacked(receiver.layer, "mid", self.D[:n])
-        base = stacked[:1] if self.frozen else None
-        write = self.plain.mlp_write(receiver.layer, stacked, base)
-        changes = (write[1:] - write[:1]) * self._moved(n)[1:]
-        return Read(n, write[:1] + changes, write[0], changes)
 
-    def _moved(self, n: int) -> Tensor:
-        """Where senders differ [1 + n, rows, positions, 1], the clean run first."""
-        clean = torch.zeros_like(self.moved[:1])
-        return torch.cat([clean, self.moved[:n]])[..., None]
+def _layer(put: Put) -> int:
+    return getattr(put.site, "layer", 0)

@@ -26,7 +26,7 @@ from resid_patching.address import (
 from resid_patching.models import HookFunction, ModelView, take
 from resid_patching.paths.closed import MLPs
 from resid_patching.paths.receivers import site_of
-from resid_patching.rerun import Chunk, Edit, Variant
+from resid_patching.rerun import Changes, Chunk, Edit, Variant
 from resid_patching.rerun.replay import hook_changes
 
 
@@ -79,7 +79,7 @@ def _pass(
     seen: dict[str, Tensor] = {}
     hooks = _hooks(chunk, senders, mlps, names, seen)
     chunk.view.forward(chunk.clean.tokens.repeat(len(senders), 1), hooks)
-    moved = moved_rows(chunk, index, senders)
+    moved = Changes(chunk.clean, senders).moved_at(index)
     found: dict[Receiver, Tensor] = {}
     for receiver, site in wanted.items():
         value = _value(site, seen).unflatten(0, (len(senders), len(chunk.clean)))
@@ -120,15 +120,6 @@ def _hooks(
         return run
 
     return {name: step(name) for name in {*frozen, *changes, *names}}
-
-
-def moved_rows(chunk: Chunk, index: Tensor, senders: Sequence[Variant]) -> Tensor:
-    """Where any value of a sender differs from the clean one [sender, rows, positions]."""
-    found = torch.zeros(len(senders), *index.shape, dtype=torch.bool, device=index.device)
-    for number, sender in enumerate(senders):
-        for edit in sender:
-            found[number] |= chunk.deltas.moved(edit)
-    return found
 
 
 def names_to_keep(view: ModelView) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +11,8 @@ from torch import Tensor
 from resid_patching.address import Attn, HeadInput, Receiver, Stream, hook_name
 from resid_patching.errors import UnsupportedModelError
 from resid_patching.models import ModelView, exact
-from resid_patching.paths.closed import MLPs, Read, Stack
-from resid_patching.paths.hooked import moved_rows, names_to_keep, read_hooked
+from resid_patching.paths.closed import MLPs, Stack
+from resid_patching.paths.hooked import names_to_keep, read_hooked
 from resid_patching.paths.receivers import (
     Receivers,
     ReceiverSet,
@@ -24,27 +23,27 @@ from resid_patching.paths.receivers import (
 from resid_patching.prompts import PositionIndex
 from resid_patching.rerun import (
     EVERYTHING,
+    Changes,
     Chunk,
     Edit,
     Fill,
     NotPlain,
     Piece,
+    Put,
     Reading,
     Route,
     Share,
     Variant,
-    Written,
     chunks,
     hooks_to_keep,
     may_be_plain,
     put_together,
     require_acting,
-    take_rows,
 )
 from resid_patching.run import Run
 
-# Rows that senders are carried through the layers in, and that receivers' changes are run in.
-CARRIED_ROWS, WRITTEN_ROWS = 2048, 1024
+# Rows in which senders are carried to the receivers, by the closed form and by whole passes.
+CARRIED_ROWS, HOOKED_ROWS = 2048, 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,12 +98,9 @@ def patch_paths(
     sites = (edit.site for sender in senders for edit in sender)
     require_acting(run.view, [*sites, *(end for end in ends.all if isinstance(end, HeadInput))])
 
-    held = names_to_keep(run.view) | hooks_to_keep(
-        run, [tuple(_receiver_edits(run.view, ends.all))]
-    )
-    needed = hooks_to_keep(run, senders)
-    if not run.view.attn_only:
-        needed |= {hook_name(Attn(layer)) for layer in range(run.view.n_layers)}
+    needed = hooks_to_keep(run, [*senders, tuple(_receiver_edits(run.view, ends.all))])
+    needed |= {hook_name(Attn(layer)) for layer in range(run.view.n_layers)}
+    held = names_to_keep(run.view)
     tries_closed = may_be_plain(run.view, routes)
     given = (senders, ends, mlps, frozen_norms, share)
 
@@ -113,7 +109,7 @@ def patch_paths(
         for chunk in chunks(run, names, reading, routes, share):
             try:
                 if is_closed(chunk, senders, ends, whole=frozen_norms):
-                    yield from _Closed(chunk, *given).pieces()
+                    yield from _Work(chunk, *given, closed=True).pieces()
                     continue
             except NotPlain:  # at its first stack: MLPs are not the model's own on these prompts
                 pass
@@ -124,7 +120,7 @@ def patch_paths(
                 )
             if tries_closed:
                 chunk = chunk.again(run, names | held)
-            yield from _Hooked(chunk, *given).pieces()
+            yield from _Work(chunk, *given, closed=False).pieces()
             del chunk  # before the next clean pass, so that one is held at a time
 
     return Patched(*put_together(share.gather(pieces()), run.view, shape, progress))
@@ -162,7 +158,11 @@ def _receiver_edits(view: ModelView, receivers: Sequence[Receiver]) -> Iterator[
 
 
 class _Work:
-    """One chunk of prompts: stacks of senders, each for every alternative."""
+    """One chunk of prompts: stacks of senders, each for every alternative.
+
+    What the receivers read is found by the closed form, or by forward passes with hooks. It is
+    then put where they read it, and the model is run again behind.
+    """
 
     def __init__(
         self,
@@ -172,25 +172,27 @@ class _Work:
         mlps: MLPs,
         frozen: bool,
         share: Share,
+        *,
+        closed: bool,
     ) -> None:
-        self.chunk, self.view, self.share = chunk, chunk.view, share
+        self.chunk, self.view, self.share, self.closed = chunk, chunk.view, share, closed
         self.senders, self.ends, self.frozen = senders, ends, frozen
         self.mlps: MLPs = mlps
         self.index = senders[0][0].positions.index[chunk.rows].to(self.view.device)
+        if closed and all(map(self._is_last, ends.sets)):  # no positions matter but those read
+            read_at = chunk.read_at
+            is_sent = (read_at[:, :, None] == self.index[:, None]).any(2)
+            self.index = torch.where(is_sent, read_at, -1)
+            where = PositionIndex(_in_batch(self.index, chunk.rows))
+            self.senders = [tuple(Edit(e.site, where, e.fill) for e in s) for s in senders]
 
     def _is_last(self, receivers: ReceiverSet) -> bool:
         """Whether the receivers are the last state alone."""
-        return [site_of(self.view, receiver) for receiver in receivers] == [self._last]
+        last = Stream(self.view.n_layers - 1, "post")
+        return [site_of(self.view, receiver) for receiver in receivers] == [last]
 
-    @property
-    def _last(self) -> Stream:
-        return Stream(self.view.n_layers - 1, "post")
-
-    def stacks(self) -> Iterator[tuple[list[int], list[int]]]:
-        """Numbers of senders that are carried together, and the columns wanted of them.
-
-        Senders go in order of their first write.
-        """
+    def pieces(self) -> Iterator[Piece]:
+        """What the senders' messages do, stack by stack and column by column."""
         order = sorted(range(len(self.senders)), key=lambda n: starts_at_stage(self.senders[n]))
         n_columns = len(self.ends.sets)
         for place, part in enumerate(even_parts(len(order), self._stack_size())):
@@ -201,9 +203,62 @@ class _Work:
                 if self.share.wants(self.chunk.rows, place * n_columns + column, numbers, column)
             ]
             if columns:
-                yield numbers, columns
+                yield from self._stack(numbers, columns)
 
-    def piece(
+    def _stack(self, numbers: list[int], columns: list[int]) -> Iterator[Piece]:
+        chunk = self.chunk
+        senders = [self.senders[number] for number in numbers]
+        way: Route = "plain" if self.closed else "full"
+        if self.closed:
+            stack = Stack(chunk, self.index, senders, self.mlps, self.frozen)
+            moved, reads = stack.moved, stack.read(self.ends.all)
+        else:
+            reads = read_hooked(chunk, self.index, senders, self.mlps, self.ends.all)
+            moved = Changes(chunk.clean, senders).moved_at(self.index)
+        index = torch.where(moved.any(0), self.index, -1)
+        where = PositionIndex(_in_batch(index, chunk.rows))
+        for column in columns:
+            receivers = self.ends.sets[column]
+            reaching = {
+                receiver: sum(
+                    starts_at_stage(s) < read_at_stage(self.view, receiver) for s in senders
+                )
+                for receiver in receivers
+            }
+            n = max(reaching.values())
+            if self.closed and self._is_last(receivers):
+                value = self._at_last(reads[receivers[0]], index)
+                yield self._piece(numbers, column, value, value, way)
+                continue
+            variants = [
+                tuple(
+                    Edit(site_of(self.view, receiver), where, _constant(reads[receiver][number]))
+                    for receiver in receivers
+                    if number < reaching[receiver]
+                )
+                for number in range(n)
+            ]
+            for part, patched, direct, route in chunk.evaluate(variants):
+                chosen = [numbers[number] for number in part]
+                yield self._piece(chosen, column, patched, direct, route, way)
+            if n < len(numbers):
+                none = chunk.baseline[None][:0]
+                yield self._piece(numbers[n:], column, none, none, way)
+
+    def _at_last(self, states: Tensor, index: Tensor) -> Tensor:
+        """The metric [senders, rows] of last states [senders, rows, positions, d_model]."""
+        chunk = self.chunk
+        final = chunk.clean_rows.expand(len(states), *chunk.clean_rows.shape).clone()
+        numbers = torch.arange(len(states))
+        last = Stream(self.view.n_layers - 1, "post")
+        put = Put(last, numbers, index, states, chunk.clean.old(last, index))
+        put.set(final, chunk.read_at)
+        scale = self.view.final_norm.scale(chunk.clean_rows.to(self.view.compute_dtype))
+        value = chunk.score(final, scale if self.frozen else None)
+        differs = (final != chunk.clean_rows).flatten(2).any(2)
+        return torch.where(differs, value, chunk.baseline)
+
+    def _piece(
         self,
         numbers: Sequence[int],
         column: int,
@@ -211,160 +266,27 @@ class _Work:
         direct: Tensor,
         *routes: Route,
     ) -> Piece:
-        """Values of some senders; NaN for the last of them, of which nothing is given."""
-        missing = patched.new_full((len(numbers) - len(patched), patched.shape[1]), torch.nan)
-        patched, direct = torch.cat([patched, missing]), torch.cat([direct, missing])
-        base = self.chunk.baseline
-        return Piece(self.chunk.rows, numbers, column, base, patched, direct, routes)
+        """A piece; senders beyond those that reach a receiver have no number, NaN."""
+        both = []
+        for found in (patched, direct):
+            whole = found.new_full((len(numbers), found.shape[1]), torch.nan)
+            whole[: len(found)] = found
+            both.append(whole)
+        chunk = self.chunk
+        return Piece(chunk.rows, numbers, column, chunk.baseline, both[0], both[1], routes)
 
     def _stack_size(self) -> int:
-        raise NotImplementedError
-
-    def _reached(self, moved: Tensor) -> Tensor:
-        """Which (sender, prompt) has a difference that causality leads to what is read."""
-        if self.chunk.whole:  # a hook of the caller may look ahead
-            return moved.any(2)
-        last = self.chunk.read_at.amax(1)
-        return (moved & (self.index <= last[:, None])).any(2)
-
-
-class _Closed(_Work):
-    """By the closed form and our own blocks."""
-
-    def __init__(self, chunk: Chunk, *rest: Any) -> None:
-        super().__init__(chunk, *rest)
-        self.aligned = all(map(self._is_last, self.ends.sets))
-        """Whether the positions are those that the metric reads, slot by slot."""
-        if self.aligned:
-            self.index = self._read_only(self.index)
-
-    def _read_only(self, where: Tensor) -> Tensor:
-        """The positions that the metric reads, where they are the senders': no others matter."""
-        read_at = self.chunk.read_at
-        is_sent = (read_at[:, :, None] == where[:, None]).any(2)
-        return torch.where(is_sent, read_at, -1)
-
-    def pieces(self) -> Iterator[Piece]:
-        """What the senders' messages do, stack by stack and column by column."""
-        for numbers, columns in self.stacks():
-            senders = [self.senders[number] for number in numbers]
-            stack = Stack(self.chunk, self.index, senders, self.mlps, self.frozen)
-            reads = stack.read(self.ends.all)
-            reached = self._reached(stack.moved)
-            for column in columns:
-                receivers = self.ends.sets[column]
-                n = max(reads[receiver].n for receiver in receivers)
-                found = {receiver: reads[receiver] for receiver in receivers}
-                patched, direct = self._patched(found, reached[:n], stack.moved[:n])
-                yield self.piece(numbers, column, patched, direct, "plain")
-
-    def _stack_size(self) -> int:
-        view, size = self.view, self.view.compute_dtype.itemsize
+        """Senders that are carried together, by rows and by the run's bound on memory."""
+        view, chunk, size = self.view, self.chunk, self.view.compute_dtype.itemsize
+        if not self.closed:
+            cells = len(chunk.clean) * chunk.clean.width
+            per_sender = cells * size * (view.W_U.shape[1] + 16 * view.d_model)
+            return max(1, min(HOOKED_ROWS // cells, chunk.max_bytes // (2 * per_sender)))
         d_mlp = 0 if view.attn_only else view.n_neurons(0)
-        rows = self.index.numel()
-        d_head = view.W_O(0).shape[1]
+        rows, d_head = self.index.numel(), view.W_O(0).shape[1]
         held = sum(d_head if isinstance(r, HeadInput) else view.d_model for r in self.ends.all)
         per_sender = rows * size * (4 * view.d_model + 3 * d_mlp + held)
-        return max(1, min(CARRIED_ROWS // rows, self.chunk.max_bytes // (2 * per_sender)))
-
-    def _patched(
-        self, reads: dict[Receiver, Read], reached: Tensor, moved: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The metric [senders, rows] with the receivers written: run again, and later frozen."""
-        base = self.chunk.baseline.expand(len(reached), -1)
-        if not bool(reached.any()):
-            return base, base
-        if self._is_last(tuple(reads)):
-            (read,) = reads.values()
-            value = torch.where(reached, self._at_last(read), base)
-            return value, value
-        written = self._written(reads, moved)
-        patched, direct = base.clone(), base.clone()
-        for part in even_parts(len(reached), self._n_together(written)):
-            total, frozen = self.chunk.write(written.part(part))
-            patched[part] = torch.where(reached[part], self.chunk.score(total), base[part])
-            direct[part] = torch.where(reached[part], self.chunk.score(frozen), base[part])
-        return patched, direct
-
-    def _at_last(self, read: Read) -> Tensor:
-        """The metric of the clean last state plus the differences."""
-        assert read.changes is not None
-        chunk = self.chunk
-        change = read.changes
-        if not self.aligned:
-            change = _at_positions(change, self.index, chunk.read_at)
-        base = chunk.clean_rows
-        scale = self.view.final_norm.scale(base.to(self.view.compute_dtype))
-        return chunk.score(base + change, scale if self.frozen else None)
-
-    def _written(self, reads: dict[Receiver, Read], moved: Tensor) -> Written:
-        """The receivers' values for all senders; clean ones for senders that do not reach one."""
-        values, changes, n = {}, {}, len(moved)
-        for receiver, read in reads.items():
-            site = site_of(self.view, receiver)
-            missing = n - read.n
-            clean = read.clean.expand(missing, *read.clean.shape)
-            values[site] = torch.cat([read.values, clean]) if missing else read.values
-            if read.changes is not None:
-                none = torch.zeros_like(clean)
-                changes[site] = torch.cat([read.changes, none]) if missing else read.changes
-        return Written(self.index, values, changes, moved)
-
-    def _n_together(self, written: Written) -> int:
-        """Senders whose changes are run together behind the receivers."""
-        chunk, view = self.chunk, self.view
-        lengths = chunk.clean.lengths.to(written.index.device)
-        n_rows = max(1, int((lengths - written.first_moved(lengths)).max()))
-        per_sender = len(chunk.clean) * n_rows
-        n_bytes = per_sender * view.d_model * view.compute_dtype.itemsize * 16
-        return max(1, min(WRITTEN_ROWS // per_sender, chunk.max_bytes // (2 * n_bytes)))
-
-
-class _Hooked(_Work):
-    """By forward passes with hooks."""
-
-    def pieces(self) -> Iterator[Piece]:
-        """What the senders' messages do, stack by stack and column by column."""
-        for numbers, columns in self.stacks():
-            senders = [self.senders[number] for number in numbers]
-            values = read_hooked(self.chunk, self.index, senders, self.mlps, self.ends.all)
-            reached = self._reached(moved_rows(self.chunk, self.index, senders))
-            for column in columns:
-                receivers = self.ends.sets[column]
-                n = sum(any(self._reaches(s, receiver) for receiver in receivers) for s in senders)
-                variants = [self._variant(receivers, values, number) for number in range(n)]
-                yield from self._of_reached(numbers[:n], column, variants, reached[:n])
-                if n < len(numbers):
-                    none = self.chunk.baseline[None][:0]
-                    yield self.piece(numbers[n:], column, none, none, "full")
-
-    def _reaches(self, sender: Variant, receiver: Receiver) -> bool:
-        return starts_at_stage(sender) < read_at_stage(self.view, receiver)
-
-    def _of_reached(
-        self, numbers: list[int], column: int, variants: list[Variant], reached: Tensor
-    ) -> Iterator[Piece]:
-        base = self.chunk.baseline
-        for part, patched, direct, route in self.chunk.evaluate(variants):
-            patched = torch.where(reached[part], patched, base)
-            direct = torch.where(reached[part], direct, base)
-            yield self.piece([numbers[i] for i in part], column, patched, direct, route, "full")
-
-    def _variant(
-        self, receivers: ReceiverSet, values: dict[Receiver, Tensor], number: int
-    ) -> Variant:
-        where = PositionIndex(_in_batch(self.index, self.chunk.rows))
-        edits = []
-        for receiver in receivers:
-            site = site_of(self.view, receiver)
-            edits.append(Edit(site, where, _constant(values[receiver][number])))
-        return tuple(edits)
-
-    def _stack_size(self) -> int:
-        view, clean = self.view, self.chunk.clean
-        cells = len(clean) * clean.width
-        per_sender = cells * view.compute_dtype.itemsize * (view.W_U.shape[1] + 16 * view.d_model)
-        return max(1, min(WRITTEN_ROWS // cells, self.chunk.max_bytes // (2 * per_sender)))
+        return max(1, min(CARRIED_ROWS // rows, chunk.max_bytes // (2 * per_sender)))
 
 
 def even_parts(n: int, limit: int) -> Iterator[slice]:
@@ -383,11 +305,3 @@ def _in_batch(index: Tensor, rows: slice) -> Tensor:
     full = index.new_full((rows.stop, index.shape[1]), -1)
     full[rows] = index
     return full
-
-
-def _at_positions(values: Tensor, index: Tensor, wanted: Tensor) -> Tensor:
-    """Values at positions [rows, n] -> at positions [rows, m]; zero where there is none."""
-    same = (wanted[:, :, None] == index[:, None]) & (index >= 0)[:, None]
-    slot = same.to(torch.int8).argmax(2)
-    taken = take_rows(values, slot)
-    return taken * same.any(2)[None, :, :, None]

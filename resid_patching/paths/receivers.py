@@ -34,9 +34,11 @@ from resid_patching.address import (
 )
 from resid_patching.errors import AddressError, PathWarning, warn
 from resid_patching.models import ModelView, as_view
-from resid_patching.rerun import Site, Variant, require_site
+from resid_patching.rerun import Variant, require_site
 
 ReceiverSet: TypeAlias = tuple[Receiver, ...]
+Site: TypeAlias = HeadInput | MLP | Stream
+"""Where what a receiver reads is put."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The engine: run the model again from the first changed layer, many variants at a time."""
 
-from resid_patching.rerun.clean import hooks_to_keep
+from resid_patching.rerun.changes import Changes, Put
+from resid_patching.rerun.clean import hooks_to_keep, take_rows
 from resid_patching.rerun.edits import (
     Edit,
     Fill,
@@ -15,23 +16,21 @@ from resid_patching.rerun.engine import Chunk, Rerun, chunks, may_be_plain, reru
 from resid_patching.rerun.plain import NotPlain
 from resid_patching.rerun.scores import Reading
 from resid_patching.rerun.share import EVERYTHING, Piece, Route, Share, put_together
-from resid_patching.rerun.walk import take_rows
-from resid_patching.rerun.written import Site, Written
 
 __all__ = [
     "EVERYTHING",
+    "Changes",
     "Chunk",
     "Edit",
     "Fill",
     "NotPlain",
     "Piece",
+    "Put",
     "Reading",
     "Rerun",
     "Route",
     "Share",
-    "Site",
     "Variant",
-    "Written",
     "chunks",
     "clean_hook",
     "hooks_to_keep",

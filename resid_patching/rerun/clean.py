@@ -12,16 +12,18 @@ from resid_patching.address import (
     Address,
     Attn,
     AttnBias,
+    Embed,
     Head,
     HeadInput,
     HeadNode,
     MLPBias,
     Neuron,
+    PosEmbed,
     Stream,
     hook_name,
 )
-from resid_patching.models import HookFunction, require_finite_at
-from resid_patching.rerun.edits import Variant, clean_hook
+from resid_patching.models import HookFunction, require_finite_at, take
+from resid_patching.rerun.edits import Variant, clean_hook, site_value, stage
 from resid_patching.rerun.replay import BlockCalls
 from resid_patching.run import Run
 
@@ -143,7 +145,29 @@ class Clean:
     @property
     def positions(self) -> Tensor:
         """Positions of every row [rows, pos]."""
-        return torch.arange(self.width, device=self.tokens.device).expand(len(self), -1)
+        return torch.arange(self.width, device=self.view.device).expand(len(self), -1)
+
+    def stage(self, site: Address) -> tuple[int, int]:
+        """The stage of a site; in parallel blocks attention and MLP are one."""
+        layer, place = stage(site)
+        return (layer, 1 if place == 3 and self.view.parallel else place)
+
+    def old(self, site: Address, index: Tensor) -> Tensor:
+        """A site's clean value at positions [rows, n]; zero for embeddings (edits are changes)."""
+        if isinstance(site, Embed | PosEmbed):
+            return torch.zeros((), device=self.view.device, dtype=self.view.compute_dtype)
+        if isinstance(site, Stream):
+            value = self.state(site.layer, site.place)
+        else:
+            name = clean_hook(site)
+            value = site_value(self.view, site, None if name is None else self.acts[name])
+        if value.shape[0] == 1 and value.shape[1] == 1:
+            return self.ours(value)
+        return self.ours(take(value.expand(len(self), *value.shape[1:]), index))
+
+    def ours(self, value: Tensor) -> Tensor:
+        """Where and in the precision that differences are made in: bfloat16 would lose them."""
+        return value.to(self.view.device, self.view.compute_dtype)
 
 
 def hooks_to_keep(run: Run, variants: Iterable[Variant]) -> set[str]:
@@ -172,3 +196,10 @@ def _beside(site: Address) -> set[str]:
             return {hook_name(MLP(layer))}
         case _:
             return set()
+
+
+def take_rows(states: Tensor, index: Tensor) -> Tensor:
+    """[variant, rows, pos, *] at [rows, n] -> [variant, rows, n, *]; -1 is read as 0."""
+    index = index.to(states.device).clamp_min(0)
+    row = torch.arange(index.shape[0], device=index.device)[:, None]
+    return states[:, row, index]

@@ -1,11 +1,10 @@
-"""What a variant's edits change in the stream where they act, everything later frozen.
+"""What edits change in the stream where they act, everything later frozen.
 
-For edits of one stage this is also the state from which the model is run again: the clean state
-behind the stage plus the delta. For a sender it is new write - old write; for a stream state it
-is new state - old state; for q, k, v and patterns it is the change of the attention layer's
-write.
+For a sender it is new write - old write; for a stream state it is new state - old state; for q, k,
+v and patterns it is the change of the attention layer's write. From the clean state behind the
+stage plus this change, the model is run again. And it is the direct effect:
 
-    direct effect = metric(clean last state + delta) - baseline          (final norm live)
+    direct effect = metric(clean last state + change) - baseline          (final norm live)
 """
 
 from __future__ import annotations
@@ -19,32 +18,27 @@ from resid_patching.address import (
     MLP,
     Attn,
     AttnBias,
-    Embed,
     Head,
     HeadInput,
     HeadNode,
     MLPBias,
     Neuron,
-    PosEmbed,
     Stream,
     hook_name,
 )
 from resid_patching.models import report, take
-from resid_patching.rerun.clean import Clean
-from resid_patching.rerun.edits import (
-    Edit,
-    Variant,
-    clean_hook,
-    is_inside_attention,
-    site_value,
-    stage,
-)
+from resid_patching.rerun.changes import Changes, Put, Stage
+from resid_patching.rerun.clean import Clean, take_rows
+from resid_patching.rerun.edits import Variant, is_inside_attention, stage
 from resid_patching.rerun.plain import PlainBlocks
 from resid_patching.rerun.replay import hook_changes
 
+_ATTENTION = (Head, HeadInput, HeadNode, Attn, AttnBias)
+_MLP = (Neuron, MLP, MLPBias)
+
 
 class Deltas:
-    """Deltas of variants over one clean run."""
+    """Changes of the stream over one clean run."""
 
     def __init__(
         self, clean: Clean, plain: PlainBlocks | None, replays: Callable[[], bool]
@@ -54,60 +48,18 @@ class Deltas:
         self.heads_sum = "heads" not in failures
         self.neurons_sum = "neurons" not in failures
         self._mixing: dict[int, bool] = {}
-        self._projected: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-
-    def projected(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Clean q, k (both rotated) and v of a layer [rows, pos, head, d_head]."""
-        if layer not in self._projected:
-            assert self.plain is not None
-            positions = self.clean.positions.to(self.view.device)
-            q, k, v = self.plain.project(layer, self.clean.act_pre(layer)[None], positions)
-            self._projected[layer] = (q[0], k[0], v[0])
-        return self._projected[layer]
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Clean rotated keys and values of a layer [rows, pos, kv_head, d_head]."""
-        return self.projected(layer)[1:]
-
-    def changed(self, variant: Variant) -> Tensor:
-        """Which prompts [rows] have any new value that differs from the clean one."""
-        found = torch.zeros(len(self.clean), dtype=torch.bool, device=self.view.device)
-        for edit in variant:
-            found |= self.moved(edit).any(1)
-        return found
-
-    def moved(self, edit: Edit) -> Tensor:
-        """Where an edit's new value differs from the clean one [rows, n]."""
-        index, valid, new = self._new(edit)
-        differs = new != self.old(edit, index)
-        return (differs.flatten(2).any(2) if new.ndim > 2 else differs) & valid
-
-    def _new(self, edit: Edit) -> tuple[Tensor, Tensor, Tensor]:
-        index = edit.positions.index[self.clean.rows].to(self.view.device)
-        values = self._ours(edit.fill(self.clean.rows, index))
-        return index, index >= 0, values
-
-    def old(self, edit: Edit, index: Tensor) -> Tensor:
-        """The site's clean value at positions; zeros for embeddings, whose fill is a change."""
-        site = edit.site
-        if isinstance(site, Embed | PosEmbed):
-            return torch.zeros((), device=self.view.device, dtype=self.view.compute_dtype)
-        if isinstance(site, Stream):
-            value = self.clean.state(site.layer, site.place)
-        else:
-            name = clean_hook(site)
-            value = site_value(self.view, site, None if name is None else self.clean.acts[name])
-        if value.shape[0] == 1 and value.shape[1] == 1:
-            return self._ours(value)
-        value = value.expand(len(self.clean), *value.shape[1:]).to(self.view.device)
-        return self._ours(take(value, index))
-
-    def _ours(self, value: Tensor) -> Tensor:
-        """Where and in the precision that differences are made in: bfloat16 would lose them."""
-        return value.to(self.view.device, self.view.compute_dtype)
+        """Clean rotated keys, and values, of a layer [rows, pos, kv_head, d_head]."""
+        if layer not in self._seen:
+            assert self.plain is not None
+            _, k, v = self.plain.project(layer, self.clean.act_pre(layer)[None])
+            self._seen[layer] = (self.plain.rotate(k, self.clean.positions)[0], v[0])
+        return self._seen[layer]
 
     def closed(self, variant: Variant) -> bool:
-        """Whether the variant's delta needs no call of the model's own blocks."""
+        """Whether the variant's changes need no call of the model's own blocks."""
         for edit in variant:
             match edit.site:
                 case HeadInput(layer, _, _) | HeadNode(layer, _, "pattern"):
@@ -124,136 +76,156 @@ class Deltas:
     def _mixes(self, layer: int) -> bool:
         """Whether our own attention, of the model's q, k and v, gives the model's z."""
         if layer not in self._mixing:
-            own = self.clean.act(Head(layer, 0)).flatten(2)
-            self._mixing[layer] = self.clean.agree(self._mixed(layer, [], []).flatten(2), own)
+            assert self.plain is not None
+            q, k, v = (self.clean.act(HeadInput(layer, 0, which))[None] for which in "qkv")
+            positions = self.clean.positions
+            q, k = self.plain.rotate(q, positions), self.plain.rotate(k, positions)
+            z = self.plain.attend(q, k, v, positions, positions)[0]
+            own = self.clean.act(Head(layer, 0))
+            self._mixing[layer] = self.clean.agree(z.flatten(2), own.flatten(2))
         return self._mixing[layer]
 
-    def frozen(self, variant: Variant) -> Tensor:
-        """The change of the last state [rows, pos, d_model] with every later write frozen."""
-        delta = self._no_change()
-        for key in sorted({stage(edit.site) for edit in variant}):
-            edits = tuple(edit for edit in variant if stage(edit.site) == key)
-            delta = self._through(delta, edits, *key)
+    def direct(self, changes: Changes, at: Tensor) -> Tensor:
+        """The change of the last state [variant, rows, m, d_model] at positions [rows, m]."""
+        delta = self._none(changes.n, at)
+        for key in sorted(changes.puts):
+            delta = self.through(delta, changes.puts[key], key, at)
         return delta
 
-    def _no_change(self) -> Tensor:
-        shape = (len(self.clean), self.clean.width, self.view.d_model)
-        start = self.clean.act_pre(0)
-        return start.new_zeros(shape, dtype=self.view.compute_dtype)
+    def starting(self, changes: Changes, key: Stage, at: Tensor) -> Tensor:
+        """The change behind a stage in the variants that start there, as `direct`."""
+        puts, numbers = changes.starting(key)
+        return self.through(self._none(len(numbers), at), puts, key, at)
 
-    def _through(self, delta: Tensor, edits: Variant, layer: int, place: int) -> Tensor:
-        if place in (1, 3):
-            closed = self.closed(edits)
-            return delta + (self._write(edits, layer) if closed else self._measured(edits, layer))
-        delta = delta.clone()
+    def _none(self, n: int, at: Tensor) -> Tensor:
+        shape = (n, *at.shape, self.view.d_model)
+        return torch.zeros(shape, dtype=self.view.compute_dtype, device=self.view.device)
+
+    def through(self, delta: Tensor, puts: list[Put], key: Stage, at: Tensor) -> Tensor:
+        """A change before a stage -> behind it, in place, what is before the stage else frozen.
+
+        A layer is never replaced together with a part of it.
+        """
+        if key[1] in (1, 3):
+            self.write(delta, [put for put in puts if isinstance(put.site, _ATTENTION)], key[0], at)
+            self.write(delta, [put for put in puts if isinstance(put.site, _MLP)], key[0], at)
+            return delta
         # A state is what it is set to, whatever the embeddings before it were changed to.
-        for edit in sorted(edits, key=lambda edit: isinstance(edit.site, Stream)):
-            index, valid, new = self._new(edit)
-            row, column = valid.nonzero(as_tuple=True)
-            where = (row, index[row, column])
-            if isinstance(edit.site, Embed | PosEmbed):
-                delta[where] += new[row, column].to(delta.dtype)
+        for put in sorted(puts, key=lambda put: isinstance(put.site, Stream)):
+            if isinstance(put.site, Stream):
+                put.with_values(put.difference).set(delta, at)
             else:
-                old = self.old(edit, index)
-                delta[where] = (new - old)[row, column].to(delta.dtype)
+                put.add(delta, at, put.values)
         return delta
 
-    def _write(self, edits: Variant, layer: int) -> Tensor:
-        """The change of one sublayer's write, in closed form."""
-        change = self._no_change()
-        inputs = [edit for edit in edits if is_inside_attention(edit.site)]
-        heads = [edit for edit in edits if _is_z(edit)]
-        if inputs:
-            change = change + self._attention_change(inputs, heads, layer)
-        else:
-            for edit in heads:
-                self._add_part(change, edit, self.view.W_O(layer)[_head(edit)])
-        for edit in edits:
-            if isinstance(edit.site, Neuron):
-                self._add_part(change, edit, self.view.W_out(layer)[edit.site.index])
-        for edit in edits:
-            if isinstance(edit.site, Attn | MLP):
-                self._put_whole(change, edit)
-        for edit in edits:
-            if isinstance(edit.site, AttnBias | MLPBias):
-                self._add_part(change, edit, None)
-        return change
+    def write(self, delta: Tensor, puts: list[Put], layer: int, at: Tensor) -> None:
+        """Adds the change of one sublayer's write, in closed form, in place."""
+        inside = [put for put in puts if is_inside_attention(put.site)]
+        heads = [put for put in puts if _is_z(put)]
+        if inside:
+            mixed = {number for put in inside for number in put.numbers.tolist()}
+            self._through_attention(delta, inside, _within(heads, mixed), layer, at)
+            everyone = {number for put in heads for number in put.numbers.tolist()}
+            heads = _within(heads, everyone - mixed)
+        for put in heads:
+            put.add(delta, at, put.difference @ self._weight(self.view.W_O(layer)[put.head]))
+        for put in puts:
+            if isinstance(put.site, Neuron):
+                weight = self._weight(self.view.W_out(layer)[put.site.index])
+                put.add(delta, at, put.difference[..., None] * weight)
+            elif isinstance(put.site, Attn | MLP | AttnBias | MLPBias):
+                put.add(delta, at, put.difference)
 
-    def _add_part(self, change: Tensor, edit: Edit, weight: Tensor | None) -> None:
-        """Adds (new - old), through its output weight, at the edit's positions."""
-        index, valid, new = self._new(edit)
-        moved = new - self.old(edit, index)
-        if weight is not None:
-            weight = weight.detach().to(moved)
-            moved = moved @ weight if weight.ndim == 2 else moved[..., None] * weight
-        row, column = valid.nonzero(as_tuple=True)
-        moved = moved.expand(*index.shape, moved.shape[-1])[row, column]
-        change[row, index[row, column]] += moved.to(change.dtype)
+    def _weight(self, weight: Tensor) -> Tensor:
+        return weight.detach().to(self.view.compute_dtype)
 
-    def _put_whole(self, change: Tensor, edit: Edit) -> None:
-        """A whole write: what its parts were changed to no longer matters."""
-        index, valid, new = self._new(edit)
-        moved = new - self.old(edit, index)
-        row, column = valid.nonzero(as_tuple=True)
-        change[row, index[row, column]] = moved[row, column].to(change.dtype)
+    def _through_attention(
+        self, change: Tensor, inside: list[Put], heads: list[Put], layer: int, at: Tensor
+    ) -> None:
+        """Adds what other q, k, v or patterns change of an attention layer's write.
 
-    def _attention_change(self, inputs: list[Edit], heads: list[Edit], layer: int) -> Tensor:
-        """The change of an attention layer's write when q, k, v or patterns are replaced."""
-        before = self._mixed(layer, [], [])
-        after = self._mixed(layer, inputs, heads)
-        moved = [number for number in range(self.view.n_heads) if self._touches(inputs, number)]
-        moved = sorted({*moved, *(_head(edit) for edit in heads)})
-        weight = self.view.W_O(layer).detach()[moved]
-        difference = (after - before)[:, :, moved]
-        return torch.einsum("bphd,hdm->bpm", difference, weight.to(difference))
-
-    def _touches(self, inputs: list[Edit], head: int) -> bool:
-        group = self.view.n_heads // self.view.n_kv_heads
-        for edit in inputs:
-            site = edit.site
-            assert isinstance(site, HeadInput | HeadNode)
-            by_key_value = isinstance(site, HeadInput) and site.which != "q"
-            if site.head == (head // group if by_key_value else head):
-                return True
-        return False
-
-    def _mixed(self, layer: int, inputs: list[Edit], heads: list[Edit]) -> Tensor:
-        """Z [rows, pos, head, d_head] of a layer with its inputs replaced."""
+        Each pair of a variant and a query head that it touches is mixed alone.
+        """
         assert self.plain is not None
-        parts = {w: self.clean.act(HeadInput(layer, 0, w)).clone() for w in ("q", "k", "v")}
-        for edit in inputs:
-            if isinstance(edit.site, HeadInput):
-                self._set(parts[edit.site.which], edit, edit.site.head)
-        positions = self.clean.positions.to(self.view.device)
-        q, k = (self.plain.rotate(parts[w][None], positions) for w in ("q", "k"))
-        z = self.plain.attend_causal(q, k, parts["v"][None])[0]
-        for edit in inputs:
-            if isinstance(edit.site, HeadNode):
-                self._set(z, self._mixed_by_pattern(edit, parts["v"]), edit.site.head)
-        for edit in heads:
-            self._set(z, edit, _head(edit))
-        return z
+        clean, plain, view = self.clean, self.plain, self.view
+        group = view.n_heads // view.n_kv_heads
+        pairs: dict[tuple[int, int], int] = {}
+        for put in [*inside, *heads]:
+            for number in put.numbers.tolist():
+                for head in self._query_heads(put):
+                    pairs.setdefault((number, head), len(pairs))
+        touched = torch.tensor([head for _, head in pairs], device=view.device)
+        parts: dict[str, Tensor] = {}
+        for which in "qkv":
+            own = clean.act(HeadInput(layer, 0, which))
+            chosen = touched if which == "q" else touched // group
+            parts[which] = own[:, :, chosen].permute(2, 0, 1, 3).clone()
+        for put in inside:
+            if isinstance(put.site, HeadInput):
+                for head in self._query_heads(put):
+                    self._at_pairs(put, pairs, head).set(parts[put.site.which], clean.positions)
+        q = plain.rotate(take_rows(parts["q"], at)[:, :, :, None], at)[..., 0, :]
+        k = plain.rotate(parts["k"][:, :, :, None], clean.positions)[..., 0, :]
+        z = plain.attend_alone(q, k, parts["v"], at)
+        for put in inside:
+            if isinstance(put.site, HeadNode):
+                mine = self._at_pairs(put, pairs, put.head)
+                mixed = torch.einsum("kbnp,kbpd->kbnd", put.values.to(z), parts["v"][mine.numbers])
+                mine.with_values(mixed).set(z, at)
+        for put in heads:
+            self._at_pairs(put, pairs, put.head).set(z, at)
+        own = take(clean.act(Head(layer, 0)), at)[:, :, touched].permute(2, 0, 1, 3)
+        moved = self._moved_rows([*inside, *heads], pairs, at)
+        difference = (z - own) * moved[..., None]
+        weight = self._weight(view.W_O(layer))[touched]
+        writes = torch.einsum("kbmd,kde->kbme", difference, weight.to(difference))
+        numbers = torch.tensor([number for number, _ in pairs], device=change.device)
+        change.index_add_(0, numbers, writes.to(change))
 
-    def _mixed_by_pattern(self, edit: Edit, values: Tensor) -> Edit:
-        """A replaced pattern as the z that it mixes."""
-        site = edit.site
-        assert isinstance(site, HeadNode)
-        v = values[:, :, site.head // (self.view.n_heads // self.view.n_kv_heads)]
+    def _query_heads(self, put: Put) -> range:
+        """The query heads that a put at a head touches: of a key-value head its whole group."""
+        if isinstance(put.site, HeadInput) and put.site.which != "q":
+            group = self.view.n_heads // self.view.n_kv_heads
+            return range(put.head * group, (put.head + 1) * group)
+        return range(put.head, put.head + 1)
 
-        def fill(rows: slice, index: Tensor) -> Tensor:
-            return torch.einsum("bnk,bkd->bnd", edit.fill(rows, index).to(v), v)
+    def _at_pairs(self, put: Put, pairs: dict[tuple[int, int], int], head: int) -> Put:
+        """A put whose variants are numbered as pairs with a head."""
+        numbers = [pairs[number, head] for number in put.numbers.tolist()]
+        return put.renumbered(torch.tensor(numbers))
 
-        return Edit(HeadNode(site.layer, site.head, "z"), edit.positions, fill)
+    def _moved_rows(self, puts: list[Put], pairs: dict[tuple[int, int], int], at: Tensor) -> Tensor:
+        """Where a pair's z can differ [pair, rows, m]; keys and values reach all later rows."""
+        found = torch.zeros(len(pairs), *at.shape, dtype=torch.bool, device=at.device)
+        for put in puts:
+            for head in self._query_heads(put):
+                numbers = self._at_pairs(put, pairs, head).numbers
+                if isinstance(put.site, HeadInput) and put.site.which != "q":
+                    first = torch.where(put.moved, put.index, self.clean.width).amin(2)
+                    found[numbers] |= at >= first[:, :, None]
+                else:
+                    row, place, column = put.cells(at)
+                    found[numbers[:, None], row, place] |= put.moved[:, row, column]
+        return found
 
-    def _set(self, tensor: Tensor, edit: Edit, head: int) -> None:
-        index, valid, new = self._new(edit)
-        row, column = valid.nonzero(as_tuple=True)
-        tensor[row, index[row, column], head] = new[row, column].to(tensor.dtype)
+    def measured(self, variant: Variant, at: Tensor) -> Tensor:
+        """The direct change [rows, m, d_model] where it has no closed form: read at hooks."""
+        changes = Changes(self.clean, [variant])
+        delta = self._none(1, at)
+        for key in sorted(changes.puts):
+            edits = tuple(edit for edit in variant if self.clean.stage(edit.site) == key)
+            if self.closed(edits):
+                delta = self.through(delta, changes.puts[key], key, at)
+            else:
+                for writer in (Attn(key[0]), MLP(key[0])):
+                    part = tuple(e for e in edits if stage(e.site) == stage(writer))
+                    if part:
+                        delta = delta + take(self._measured(part, writer), at)
+        return delta[0]
 
-    def _measured(self, edits: Variant, layer: int) -> Tensor:
+    def _measured(self, edits: Variant, writer: Attn | MLP) -> Tensor:
         """The change of one sublayer's write, read at its hook while the model computes it."""
         clean, view = self.clean, self.view
-        writer = Attn(layer) if stage(edits[0].site)[1] == 1 else MLP(layer)
         name = hook_name(writer)
         changes = hook_changes(view, [edits], clean.rows)
         seen: list[Tensor] = []
@@ -267,17 +239,18 @@ class Deltas:
         changes[name] = read
         if self.replays():
             with view.watched(changes):
-                clean.calls.call(layer, clean.act_pre(layer))
+                clean.calls.call(writer.layer, clean.act_pre(writer.layer))
         else:
             view.forward(clean.tokens, changes)
-        return self._ours(seen[-1]) - self._ours(clean.act(writer))
+        return clean.ours(seen[-1]) - clean.ours(clean.act(writer))
 
 
-def _is_z(edit: Edit) -> bool:
-    site = edit.site
-    return isinstance(site, Head) or (isinstance(site, HeadNode) and site.which == "z")
+def _is_z(put: Put) -> bool:
+    is_node = isinstance(put.site, HeadNode) and put.site.which == "z"
+    return is_node or isinstance(put.site, Head)
 
 
-def _head(edit: Edit) -> int:
-    assert isinstance(edit.site, Head | HeadNode)
-    return edit.site.head
+def _within(puts: list[Put], numbers: set[int]) -> list[Put]:
+    """The puts of some variants."""
+    masks = [torch.tensor([n in numbers for n in put.numbers.tolist()]) for put in puts]
+    return [put.of(mask) for put, mask in zip(puts, masks, strict=True) if bool(mask.any())]

@@ -17,7 +17,6 @@ the metric reads are unembedded.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,17 +25,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from resid_patching.address import HeadNode
 from resid_patching.errors import ReadoutMismatchError, UnsupportedModelError
 from resid_patching.models import READOUT_TOLERANCE, Memory, ModelView, exact, note_on_hooks, take
-from resid_patching.rerun.clean import Clean, hooks_to_keep
+from resid_patching.rerun.changes import Changes, Stage
+from resid_patching.rerun.clean import Clean, hooks_to_keep, take_rows
 from resid_patching.rerun.deltas import Deltas
-from resid_patching.rerun.edits import Variant, is_inside_attention, require_acting, stage
+from resid_patching.rerun.edits import Variant, require_acting, stage
 from resid_patching.rerun.plain import NotPlain, PlainBlocks, Weights
 from resid_patching.rerun.replay import hook_changes
 from resid_patching.rerun.scores import Reading, Scores
 from resid_patching.rerun.share import EVERYTHING, Piece, Route, Share, put_together
-from resid_patching.rerun.walk import Place, Walk, take_rows
-from resid_patching.rerun.written import StageChange, Written
+from resid_patching.rerun.walk import Walk
 from resid_patching.run import Run
 
 # Tokens of a stack. Larger stacks are no faster per token and leave the cache sooner.
@@ -275,35 +275,37 @@ class Chunk:
         """Patched and direct of a stack [variant, rows]; None where its route disagrees."""
         if route == "plain" and self.plain is None:
             return None
-        changed = torch.stack([self._reached(variant) for variant in stack])
-        delta = torch.stack([self.deltas.frozen(variant) for variant in stack])
-        delta *= changed[:, :, None, None]
-        clean = self.clean_rows.to(delta.dtype)
+        changes = Changes(self.clean, stack)
+        changed = self._reaching(changes)
         base = self.baseline.expand(len(stack), -1)
-        direct = self.score(clean + take_rows(delta, self.read_at))
-        if not self.whole:
-            direct = torch.where(changed, direct, base)
-        else:
-            # With hooks of the caller on, the clean value is the model's own.
-            ours = self.score(clean[None])
-            direct = torch.where(changed, base + direct - ours, base)
         if not bool(changed.any()):
-            return base, direct
-        total = self._total(stack, delta, route, is_first)
+            return base, base
+        direct = self._direct(stack, changes, route)
+        direct = torch.where(changed, direct, base)
+        total = self._total(stack, changes, route, is_first)
         return None if total is None else (torch.where(changed, total, base), direct)
 
-    def _reached(self, variant: Variant) -> Tensor:
-        """Which prompts [rows] have a new value from which causality leads to what is read."""
-        changed = self.deltas.changed(variant)
+    def _reaching(self, changes: Changes) -> Tensor:
+        """Where [variant, rows] a value differs from which causality leads to what is read."""
         if self.whole:  # a hook of the caller may look ahead
-            return changed
-        return changed & (self.read_at >= self._first_changed(variant)[:, None]).any(1)
+            return changes.changed
+        return changes.changed & (self.read_at.amax(1) >= changes.first_moved)
+
+    def _direct(self, stack: list[Variant], changes: Changes, route: Route) -> Tensor:
+        if all(map(self.deltas.closed, stack)):
+            delta = self.deltas.direct(changes, self.read_at)
+        else:
+            delta = torch.stack([self.deltas.measured(edits, self.read_at) for edits in stack])
+        clean = self.clean_rows.to(delta.dtype)
+        direct = self.score(clean + delta)
+        # With hooks of the caller on, the clean value is the model's own.
+        return self.baseline + direct - self.score(clean[None]) if self.whole else direct
 
     def _total(
-        self, stack: list[Variant], delta: Tensor, route: Route, is_first: bool
+        self, stack: list[Variant], changes: Changes, route: Route, is_first: bool
     ) -> Tensor | None:
         if route == "plain":
-            final = self._propagate(stack, delta, is_first)
+            final = self._propagate(changes, is_first)
             return None if final is None else self.score(final)
         if route == "replay":
             return self.score(self._replayed(stack))
@@ -330,13 +332,22 @@ class Chunk:
                 yield numbers[begin : begin + size], route, begin == 0
 
     def _start(self, variant: Variant) -> tuple[int, int]:
-        return min((stage(edit.site) for edit in variant), default=(self.view.n_layers, 0))
+        return min((self.clean.stage(e.site) for e in variant), default=(self.view.n_layers, 0))
 
     def _route(self, variant: Variant) -> Route:
-        one_stage = len({stage(edit.site) for edit in variant}) <= 1
-        if self.plain is not None and one_stage and self.deltas.closed(variant):
+        if self.plain is not None and self._is_walked(variant) and self.deltas.closed(variant):
             return "plain"
         return "replay" if self.replays else "full"
+
+    def _is_walked(self, variant: Variant) -> bool:
+        """Whether our blocks can put all of it in: a pattern only where the variant starts."""
+        start = self._start(variant)
+        return not any(
+            isinstance(edit.site, HeadNode)
+            and edit.site.which == "pattern"
+            and self.clean.stage(edit.site) != start
+            for edit in variant
+        )
 
     def _n_rows(self, variant: Variant) -> int:
         first = self._first_changed(variant)
@@ -367,47 +378,31 @@ class Chunk:
 
     # Plain route
 
-    def _propagate(self, stack: list[Variant], delta: Tensor, is_first: bool) -> Tensor | None:
-        """Changed states behind the edited stage -> last states at the rows that are read.
+    def _propagate(self, changes: Changes, is_first: bool) -> Tensor | None:
+        """Variants by our own blocks -> last states at the rows that are read.
 
         The unchanged run goes along with the first stack of a group, as a control; where that
         stack is worked elsewhere, it goes alone. (With other numbers of rows a product may round
         otherwise, so a stack has the same members whoever works it.) None where it does not come
         out as the model's own.
         """
-        assert self.plain is not None
-        first = functools.reduce(torch.minimum, map(self._first_changed, stack))
+        first = torch.minimum(changes.first_moved.amin(0), self.clean.lengths.to(self.view.device))
+        start = min(start for start in changes.starts if start is not None)
         control, self._is_control_due = self._is_control_due, False
-        if control and not is_first and not self.repeats(self._start(stack[0])[0], first):
+        if control and not is_first and not self.repeats(start[0], first):
             return None
-        control &= is_first
-        walk = Walk(self.view, self.plain, self.clean, self.deltas, first, self.read_at)
-        arrivals: dict[tuple[int, Place], Tensor] = {}
-        layer, place = self._start(stack[0])
-        inside = any(is_inside_attention(edit.site) for edits in stack for edit in edits)
-        where: Place = "pre" if inside else self._place_behind(place)
-        if control:
-            arrivals[layer, where] = self._unchanged(walk, layer, where)
-        for (layer, place), numbers in itertools.groupby(
-            range(len(stack)), lambda number: stage(stack[number][0].site)
-        ):
-            where = self._place_behind(place)
-            states = self.clean.after(layer, where) + delta[list(numbers)]
-            states = states if walk.whole else take_rows(states, walk.keys)
-            held = arrivals.get((layer, where))
-            arrivals[layer, where] = states if held is None else torch.cat([held, states])
-        final = walk.run(arrivals)
-        if control:
+        final = self._walk(changes, first, start if control and is_first else None)
+        if control and is_first:
             if not self._is_clean(final[0], first):
                 return None
             final = final[1:]
         unread = (self.read_at < first[:, None])[None, :, :, None]
         return torch.where(unread, self.clean_rows, final)
 
-    def _unchanged(self, walk: Walk, layer: int, place: Place) -> Tensor:
-        """The clean state at a place, where a walk begins [1, rows, keys, d_model]."""
-        states = self.clean.after(layer, place)[None]
-        return states if walk.whole else take_rows(states, walk.keys)
+    def _walk(self, changes: Changes, first: Tensor, control: Stage | None) -> Tensor:
+        assert self.plain is not None
+        parts = (self.plain, self.clean, self.deltas, changes, first, self.read_at)
+        return Walk(*parts, control).run()
 
     def _is_clean(self, final: Tensor, first: Tensor) -> bool:
         """Whether last states [rows, n, d_model] are the model's own; if not, ours are given up."""
@@ -416,58 +411,6 @@ class Chunk:
             return True
         self.plain = self.deltas.plain = None
         return False
-
-    def write(self, written: Written) -> tuple[Tensor, Tensor]:
-        """Values written together, by our own blocks.
-
-        Args:
-            written: what is written where.
-
-        Returns:
-            Last states at the rows that are read [variant, rows, n, d_model]: of the model run
-            again, and with every later write frozen. Where nothing that is written reaches a row
-            they differ from the clean state by rounding alone.
-        """
-        assert self.plain is not None
-        (key, start), *later = written.by_stage(self.view)
-        change = StageChange(self.clean, self.plain, self.deltas)
-        first = written.first_moved(self.clean.lengths.to(self.view.device))
-        rest = [site for _, part in later for site in part.values]
-        walk = Walk(
-            self.view,
-            self.plain,
-            self.clean,
-            self.deltas,
-            first,
-            self.read_at,
-            written.of(rest) if rest else None,
-        )
-        delta = change.at(start, walk.keys)
-        place = self._place_behind(key[1])
-        states = take(self.clean.after(key[0], place), walk.keys)
-        final = walk.run({(key[0], place): states + delta})
-        frozen = take_rows(delta, walk.chosen)
-        for (_, stage_place), part in later:
-            here = change.at(part, self.read_at)
-            # A state is what it is set to, whatever was changed before it.
-            is_state = stage_place in (0, 2, 4)
-            frozen = torch.where(self._within(part), here, frozen) if is_state else frozen + here
-        unread = (self.read_at < first[:, None])[None, :, :, None]
-        direct = self.clean_rows + frozen
-        return (
-            torch.where(unread, self.clean_rows, final),
-            torch.where(unread, self.clean_rows, direct),
-        )
-
-    def _within(self, written: Written) -> Tensor:
-        """Which of the rows that are read are written at [1, rows, n, 1]."""
-        same = written.index[:, None] == self.read_at[:, :, None]
-        return (same & written.valid[:, None]).any(2)[None, :, :, None]
-
-    def _place_behind(self, place: int) -> Place:
-        """The state that is whole again behind a stage of a layer."""
-        joined = self.view.parallel or self.view.attn_only
-        return ("pre", "post" if joined else "mid", "mid", "post", "post")[place]
 
     # Controls: the unchanged run by the route that the variants take
 
@@ -478,10 +421,8 @@ class Chunk:
             layer: the layer from which they are run.
             first: the first row that is run in each prompt [rows].
         """
-        assert self.plain is not None
-        walk = Walk(self.view, self.plain, self.clean, self.deltas, first, self.read_at)
         try:
-            final = walk.run({(layer, "pre"): self._unchanged(walk, layer, "pre")})[0]
+            final = self._walk(Changes(self.clean, []), first, (layer, 0))[0]
         except _NOT_CALLABLE:
             return False
         return self._is_clean(final, first)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from resid_patching.models import ModelView, take
 from resid_patching.prompts import PositionIndex
-from resid_patching.rerun.walk import take_rows
+from resid_patching.rerun.clean import take_rows
 
 Evaluate = Callable[[Tensor, slice, Tensor | None], Tensor]
 

@@ -1,187 +1,172 @@
-"""Changed rows on their way through our own blocks, with values written on the way."""
+"""Changed rows on their way through our own blocks, other values put in on the way."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, get_args
+from collections import defaultdict
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from resid_patching.address import MLP, HeadInput, Stream
-from resid_patching.models import ModelView
-from resid_patching.rerun.clean import Clean
+from resid_patching.address import (
+    MLP,
+    Address,
+    Attn,
+    AttnBias,
+    Head,
+    HeadInput,
+    HeadNode,
+    MLPBias,
+    Neuron,
+    Stream,
+)
+from resid_patching.rerun.changes import Changes, Put, Stage
+from resid_patching.rerun.clean import Clean, take_rows
 from resid_patching.rerun.deltas import Deltas
-from resid_patching.rerun.plain import InputWriter, PlainBlocks
-from resid_patching.rerun.written import Site, Written
+from resid_patching.rerun.plain import PlainBlocks
 
 Place = Literal["pre", "mid", "post"]
-_PLACES: tuple[Place, ...] = get_args(Place)
 
 
 class Walk:
-    """Stacks of states from some stage to the end of the model.
+    """A stack of variants from their first stages to the end of the model.
+
+    Each variant joins behind its first stage, with the clean state there and what it changes of
+    it. Where the model has a hook, what a variant edits later is put in. Rows before the first
+    changed position are not run; their clean keys and values are seen. Behind the last layer's keys
+    and values only the rows that are read are run.
 
     Args:
-        view: the model.
-        plain: its blocks.
-        clean: the clean run, whose keys and values the changed rows see.
-        deltas: where these keys and values are kept.
-        first: first changed position of each prompt [rows].
+        plain: our blocks.
+        clean: the clean run.
+        deltas: what edits change in their first stage.
+        changes: the variants, in order of their first stages.
+        first: the first row that is run in each prompt [rows].
         read_at: positions at which the last state is wanted [rows, n]; -1 where there is none.
-        written: values written behind the start, or None.
+        control: the stage behind which the unchanged run goes along as the first variant, or None.
     """
 
     def __init__(
         self,
-        view: ModelView,
         plain: PlainBlocks,
         clean: Clean,
         deltas: Deltas,
+        changes: Changes,
         first: Tensor,
         read_at: Tensor,
-        written: Written | None = None,
+        control: Stage | None = None,
     ) -> None:
-        self.view, self.plain, self.clean, self.deltas = view, plain, clean, deltas
-        self.written = written
+        self.view, self.plain, self.clean, self.deltas = clean.view, plain, clean, deltas
+        self.changes = changes
+        self.control = None if control is None else (control[0], self._place_behind(control[1]))
         lengths = clean.lengths.to(first.device)
         n_rows = max(1, int((lengths - first).max()))
         self.whole = not bool(first.any()) or n_rows == clean.width
-        if self.whole:
-            self.first = torch.zeros_like(first)
-            self.keys = clean.positions.to(first.device)
-        else:
+        self.first, self.keys = torch.zeros_like(first), clean.positions
+        if not self.whole:
             self.first = first
             keys = first[:, None] + torch.arange(n_rows, device=first.device)
             self.keys = torch.where(keys < lengths[:, None], keys, -1)
         self.read_at = read_at
         self.chosen = (read_at - self.first[:, None]).clamp(0, self.keys.shape[1] - 1)
+        self.joining: dict[tuple[int, Place], list[tuple[int, int]]] = defaultdict(list)
+        for key in sorted({start for start in changes.starts if start is not None}):
+            self.joining[key[0], self._place_behind(key[1])].append(key)
 
-    def run(self, arrivals: Mapping[tuple[int, Place], Tensor]) -> Tensor:
-        """States at some stages -> last states at the rows that are read.
+    def _place_behind(self, place: int) -> Place:
+        """The state that is whole again behind a stage of a layer."""
+        joined = self.view.parallel or self.view.attn_only
+        places: tuple[Place, ...] = ("pre", "post" if joined else "mid", "mid", "post", "post")
+        return places[place]
 
-        Variants that start behind different stages join the stack where they start.
+    def run(self) -> Tensor:
+        """The last states at the rows that are read [variant, rows, n, d_model], control first."""
+        places = [*self.joining] if self.control is None else [*self.joining, self.control]
+        x: Tensor | None = None
+        for layer in range(min(places)[0], self.view.n_layers):
+            x = self._block(layer, x)
+        assert x is not None
+        return x
 
-        Args:
-            arrivals: (layer, place) -> states [variant, rows, keys, d_model], one for each of
-                `keys`: the state of the layer behind all that was changed there.
-
-        Returns:
-            [variant, rows, n, d_model], variants in the order of their stages.
-        """
-        states: Tensor | None = None
-        for number in range(min(layer for layer, _ in arrivals), self.view.n_layers):
-            shortened = self._is_shortened(number)
-            new: dict[str, Tensor | None] = {p: arrivals.get((number, p)) for p in _PLACES}
-            for place in ("mid", "post"):
-                if shortened and (here := new[place]) is not None:
-                    new[place] = take_rows(here, self.chosen)
-            states = self._block(number, _joined(states, new["pre"]), shortened, new["mid"])
-            states = _joined(states, new["post"])
-            assert states is not None
-            self._set(states, Stream(number, "post"))
-            if number == self.view.n_layers - 1 and not shortened:
-                states = take_rows(states, self.chosen)
-        assert states is not None
-        return states
-
-    def _is_shortened(self, layer: int) -> bool:
-        """Whether only the rows that are read are needed behind a layer's keys and values."""
-        writes_here = self.written is not None and self.written.acts_in(layer)
-        return layer == self.view.n_layers - 1 and not writes_here
-
-    def _block(
-        self, layer: int, states: Tensor | None, shortened: bool, mid: Tensor | None
-    ) -> Tensor | None:
-        """States before a block, and those that join in its middle -> states behind it."""
+    def _block(self, layer: int, x: Tensor | None) -> Tensor | None:
+        """The states before a layer -> those behind it, with the variants that join in it."""
+        plain, view, is_last = self.plain, self.view, layer == self.view.n_layers - 1
+        at = self.read_at if is_last else self.keys
+        x = self._joined(x, layer, "pre", self.keys)
         after = None
-        if states is not None:
-            plain = self.plain
-            self._set(states, Stream(layer, "pre"))
-            if shortened:
-                z, states = self._attend_read(layer, states), take_rows(states, self.chosen)
-            else:
-                z = self._attend(layer, states)
-            is_written = self.written is not None and self.written.acts_in(layer)
-            if mid is None and not is_written:
-                return plain.add_writes(layer, states, z)
-            after = states + plain.attention_write(layer, z)
-        after = _joined(after, mid)
-        if after is None:
-            return None
-        self._set(after, Stream(layer, "mid"))
-        if self.view.attn_only:
-            return after
-        before = states if self.view.parallel else after
-        assert before is not None
-        return after + self._mlp_write(layer, before)
+        if x is not None:
+            self._put(x, Stream(layer, "pre"), self.keys)
+            q, k, v = plain.project(layer, x)
+            for which, part in zip("qkv", (q, k, v), strict=True):
+                self._put_heads(part, HeadInput(layer, 0, which), self.keys)  # type: ignore[arg-type]
+            if is_last:
+                q, x = take_rows(q, self.chosen), take_rows(x, self.chosen)
+            q, k = plain.rotate(q, at), plain.rotate(k, self.keys)
+            clean = None if self.whole else self.deltas.keys_and_values(layer)
+            z = plain.attend(q, k, v, at, self.keys, clean, self.first)
+            self._put_heads(z, Head(layer, 0), at)
+            write = plain.attention_write(layer, z)
+            self._put(write, Attn(layer), at)
+            self._shift(write, AttnBias(layer), at)
+            after = x + write
+        after = self._joined(after, layer, "mid", at)
+        if after is not None:
+            self._put(after, Stream(layer, "mid"), at)
+            if not view.attn_only:
+                before = x if view.parallel else after
+                assert before is not None
+                post = plain.mlp_post(layer, before)
+                self._put_neurons(post, layer, at)
+                write = plain.mlp_out(layer, post)
+                self._put(write, MLP(layer), at)
+                self._shift(write, MLPBias(layer), at)
+                after = after + write
+        after = self._joined(after, layer, "post", at)
+        if after is not None:
+            self._put(after, Stream(layer, "post"), at)
+        return after
 
-    def _attend(self, layer: int, states: Tensor) -> Tensor:
-        """Z of all changed rows; they see the clean keys and values before them."""
-        plain, keys = self.plain, self.keys.clamp_min(0)
-        q, k, v = plain.project(layer, states, keys, self._written_inputs(layer))
-        if self.whole:
-            return plain.attend_causal(q, k, v)
-        clean = self.deltas.keys_and_values(layer)
-        if self.keys.shape[1] * 4 > self.clean.width:
-            return plain.attend_behind(q, k, v, self.keys, clean)
-        # A row that is not there may look at position 0; what it gets is never read.
-        return plain.attend_rows(q, k, v, keys, self.keys, clean, self.first)
+    def _joined(self, x: Tensor | None, layer: int, place: Place, at: Tensor) -> Tensor | None:
+        """The stack with those variants that begin to differ at a state, at positions [rows, m]."""
+        keys = self.joining.get((layer, place), [])
+        has_control = self.control == (layer, place)
+        if not keys and not has_control:
+            return x
+        state = take_rows(self.clean.after(layer, place)[None], at)
+        new = [state] if has_control else []
+        for key in keys:
+            new.append(state + self.deltas.starting(self.changes, key, at))
+        return torch.cat(new if x is None else [x, *new])
 
-    def _attend_read(self, layer: int, states: Tensor) -> Tensor:
-        """Z of the rows that are read alone."""
-        plain, keys, queries = self.plain, self.keys.clamp_min(0), self.read_at.clamp_min(0)
-        clean = None if self.whole else self.deltas.keys_and_values(layer)
-        if plain.rotary is None and 2 * queries.shape[1] <= keys.shape[1]:
-            normed = plain.normed(layer, states)
-            own = take_rows(normed, self.chosen)
-            return plain.attend_unprojected(
-                layer, own, normed, queries, self.keys, clean, self.first
+    # Values that are put in behind a variant's first stage
+
+    def _later(self, site: Address) -> list[Put]:
+        """What is put at the sites of one hook, in rows of the stack."""
+        shift = self.control is not None
+        puts = self.changes.later.get(self.clean.stage(site), [])
+        return [put.renumbered(put.numbers + shift) for put in puts]
+
+    def _put(self, target: Tensor, site: Address, at: Tensor) -> None:
+        for put in self._later(site):
+            if put.site == site:
+                put.set(target, at)
+
+    def _put_heads(self, target: Tensor, hook: Head | HeadInput, at: Tensor) -> None:
+        """Sets heads' values in [variant, rows, m, head, d_head]."""
+        for put in self._later(hook):
+            is_z = isinstance(put.site, Head) or (
+                isinstance(put.site, HeadNode) and put.site.which == "z"
             )
-        q, k, v = plain.project(layer, states, keys)
-        q = take_rows(q, self.chosen)
-        return plain.attend_rows(q, k, v, queries, self.keys, clean, self.first)
+            is_input = isinstance(put.site, HeadInput) and isinstance(hook, HeadInput)
+            if is_input and put.site.which == hook.which or is_z and isinstance(hook, Head):
+                put.set(target[:, :, :, put.head], at)
 
-    def _written_inputs(self, layer: int) -> InputWriter | None:
-        written = self.written
-        if written is None or not written.acts_in(layer):
-            return None
-        sites = [s for s in written.values if isinstance(s, HeadInput) and s.layer == layer]
+    def _put_neurons(self, target: Tensor, layer: int, at: Tensor) -> None:
+        for put in self._later(MLP(layer)):
+            if isinstance(put.site, Neuron):
+                put.set(target[..., put.site.index], at)
 
-        def write(which: str, part: Tensor) -> None:
-            for site in sites:
-                if site.which == which:
-                    self._put(part[:, :, :, site.head], site)
-
-        return write
-
-    def _mlp_write(self, layer: int, states: Tensor) -> Tensor:
-        write = self.plain.mlp_write(layer, states)
-        self._set(write, MLP(layer))
-        return write
-
-    def _set(self, tensor: Tensor, site: Site) -> None:
-        if self.written is not None and site in self.written.values:
-            self._put(tensor, site)
-
-    def _put(self, tensor: Tensor, site: Site) -> None:
-        """Writes a site's values into [variant, rows, keys, ...], in place."""
-        assert self.written is not None
-        row, column = self.written.valid.nonzero(as_tuple=True)
-        place = self.written.index[row, column] - self.first[row]
-        inside = place >= 0  # what is written before the first changed row is the clean value
-        row, column, place = row[inside], column[inside], place[inside]
-        tensor[:, row, place] = self.written.values[site][:, row, column].to(tensor.dtype)
-
-
-def _joined(states: Tensor | None, others: Tensor | None) -> Tensor | None:
-    if states is None or others is None:
-        return states if others is None else others
-    return torch.cat([states, others])
-
-
-def take_rows(states: Tensor, index: Tensor) -> Tensor:
-    """[variant, rows, pos, *] at [rows, n] -> [variant, rows, n, *]; -1 is read as 0."""
-    index = index.to(states.device).clamp_min(0)
-    row = torch.arange(index.shape[0], device=index.device)[:, None]
-    return states[:, row, index]
+    def _shift(self, write: Tensor, bias: Address, at: Tensor) -> None:
+        for put in self._later(bias):
+            if put.site == bias:
+                put.add(write, at, put.difference)
