@@ -2,7 +2,7 @@
 
 The text is the papers' notation and `parse(str(a)) == a` for every address:
 
-    senders   embed  pos_embed  attn.6  9.9  attn.9.bias  mlp.6  mlp.10.2214  mlp.10.bias
+    senders   input  embed  pos_embed  attn.6  9.9  attn.9.bias  mlp.6  mlp.10.2214  mlp.10.bias
     constants ln_final.bias  unembed.bias
     states    resid_pre.6  resid_mid.6  resid_post.11
     receivers   10.0.q  10.0.k  10.0.v  mlp.10.in  logits
@@ -43,6 +43,14 @@ class PosEmbed:
 
     def __str__(self) -> str:
         return "pos_embed"
+
+
+@dataclass(frozen=True, order=True)
+class Input:
+    """All that the stream starts as: the token embedding and any learned position embedding."""
+
+    def __str__(self) -> str:
+        return "input"
 
 
 @dataclass(frozen=True, order=True)
@@ -197,12 +205,12 @@ class HeadNode(_InLayer):
         return f"{self.layer}.{self.head}.{self.which}"
 
 
-Sender: TypeAlias = Embed | PosEmbed | Attn | AttnBias | MLP | MLPBias | Head | Neuron
+Sender: TypeAlias = Input | Embed | PosEmbed | Attn | AttnBias | MLP | MLPBias | Head | Neuron
 Constant: TypeAlias = FinalNormBias | UnembedBias
 Receiver: TypeAlias = HeadInput | MLPIn | Logits | Stream
 Address: TypeAlias = Sender | Constant | Stream | HeadInput | MLPIn | Logits | HeadNode
 
-SENDERS = (Embed, PosEmbed, Attn, AttnBias, MLP, MLPBias, Head, Neuron)
+SENDERS = (Input, Embed, PosEmbed, Attn, AttnBias, MLP, MLPBias, Head, Neuron)
 RECEIVERS = (HeadInput, MLPIn, Logits, Stream)
 
 # Stages inside a layer of sequential blocks; a write at stage s reaches a receiver at stage > s.
@@ -212,7 +220,7 @@ _READ_STAGE = {"pre": 0, "attn": 0, "mid": 2, "mlp": 2, "post": 4}
 
 def write_stage(sender: Sender) -> tuple[int, int]:
     """When a sender adds to the stream, as (layer, stage in the layer)."""
-    if isinstance(sender, Embed | PosEmbed):
+    if isinstance(sender, Input | Embed | PosEmbed):
         return (-1, 0)
     return (sender.layer, _WRITE_STAGE[type(sender)])
 
@@ -251,6 +259,7 @@ class Edge:
 _RULES: list[tuple[re.Pattern[str], Callable[[re.Match[str]], Address]]] = [
     (re.compile(pattern), build)
     for pattern, build in (
+        (r"input", lambda m: Input()),
         (r"embed|hook_embed", lambda m: Embed()),
         (r"pos_embed|hook_pos_embed", lambda m: PosEmbed()),
         (r"ln_final\.bias", lambda m: FinalNormBias()),
@@ -303,8 +312,9 @@ def parse(text: str | Address) -> Address:
         if match := pattern.fullmatch(stripped):
             return build(match)
     raise AddressError(
-        f"{text!r} is no address. Known forms: embed, pos_embed, attn.6, 9.9, attn.9.bias, mlp.6, "
-        "mlp.10.2214, resid_pre.6, resid_mid.6, resid_post.6, 10.0.q, mlp.10.in, logits, 9.9.z"
+        f"{text!r} is no address. Known forms: input, embed, pos_embed, attn.6, 9.9, attn.9.bias, "
+        "mlp.6, mlp.10.2214, resid_pre.6, resid_mid.6, resid_post.6, 10.0.q, mlp.10.in, logits, "
+        "9.9.z"
     )
 
 
@@ -346,6 +356,8 @@ def hook_name(address: Address) -> str:
             return f"blocks.{layer}.attn.hook_{which}"
         case Neuron(layer, _):
             return f"blocks.{layer}.mlp.hook_post"
+        case Input():
+            return "blocks.0.hook_resid_pre"
         case Stream(layer, place):
             return f"blocks.{layer}.hook_resid_{place}"
         case _:

@@ -37,13 +37,20 @@ from resid_patching.ablation.effect import Effect
 from resid_patching.ablation.fills import Fills
 from resid_patching.ablation.kinds import Kind, Path, count_prompts, require_kind
 from resid_patching.ablation.sharing import Rows, Shared, identity_of
-from resid_patching.ablation.targets import Targets, find_sites, require_apart
+from resid_patching.ablation.targets import Targets, find_sites, list_targets, require_apart
 from resid_patching.address import Address
 from resid_patching.errors import AblationError, PositionError
 from resid_patching.metrics import Metric, as_metric
 from resid_patching.models import exact, require
 from resid_patching.notebook import bar
-from resid_patching.paths import patch_paths, require_receivers, require_senders
+from resid_patching.paths import (
+    EdgeSet,
+    find_edges,
+    is_edge,
+    patch_paths,
+    require_receivers,
+    require_senders,
+)
 from resid_patching.processes import Team
 from resid_patching.prompts import PositionIndex, Positions
 from resid_patching.rerun import EVERYTHING, Edit, Route, Variant, rerun
@@ -71,7 +78,9 @@ def ablate(
     Args:
         run: the run that is changed; it is the base, and what the metric is read from.
         targets: addresses or their texts: writers, stream states, and a head's q, k, v, z and
-            pattern (k and v by key-value head). Paths start at writers alone.
+            pattern (k and v by key-value head). Paths start at writers alone. Or edges, such as
+            "9.6->10.0.q" or `rp.edges(run)`: of what the sender writes, the receiver alone hears
+            the replacement, and the model behind the receiver is run again.
         how: `Zero()`, `Mean(...)`, `Resample(...)` or `Path(...)`. There is no default.
         metric: `rp.logit_diff(...)` or another of `metrics`, or a function of logits.
         positions: where the targets are replaced: None for all together, one position of every
@@ -108,10 +117,14 @@ def ablate(
         UnequalProcessesError: the processes of the team were given different sweeps.
     """
     kind = require_kind(how)
-    sites = find_sites(run.view, targets)
+    listed = list_targets(targets)
+    edges = EdgeSet(find_edges(run.view, listed)) if any(map(is_edge, listed)) else None
+    sites = find_sites(run.view, listed) if edges is None else edges.senders
     each = isinstance(positions, str)
+    if edges is not None:
+        _require_single(kind, joint)
     if each:
-        _require_each(positions, kind)
+        _require_each(positions, kind, edges is not None)
     if joint:
         require_apart(sites)
     if isinstance(kind, Path):
@@ -123,6 +136,7 @@ def ablate(
     places = run.prompts.each_position() if each else [run.locate(positions)]
     variants = variants_of(run, sites, kind, places, joint=joint)
     labels = (" + ".join(map(str, sites)) or "nothing",) if joint else tuple(map(str, sites))
+    labels = labels if edges is None else tuple(map(str, edges.edges))
     axes = [Axis("target", labels), Axis("batch", tuple(range(len(run))))]
     where = _positions_text(positions)
     origin = provenance(run.view, run.prompts, _plan(run, kind, chosen, where, joint))
@@ -131,17 +145,26 @@ def ablate(
     if variants and (rows is not None or team.size > 1):
         beside = tuple(range(len(places))) if each else None
         identity = identity_of(run, kind, chosen, reading, places, labels, origin, routes)
-        share = Shared(run.view, team, _names(labels, kind, beside), identity, rows)
+        names = _names(labels, kind, beside) if edges is None else edges.names
+        share = Shared(run.view, team, names, identity, rows)
     columns = len(kind.ends.sets) if isinstance(kind, Path) else 1
-    n_changes = len(variants) * columns * len(prompt_chunks(run, 0))
+    n_rows = len(variants) * columns if edges is None else len(edges.edges)
+    n_changes = n_rows * len(prompt_chunks(run, 0))
     with bar(n_changes if progress is None else None, "change") as shown:
         options: dict[str, Any] = {"routes": routes, "progress": progress or shown, "share": share}
-        if isinstance(kind, Path):
-            found: Any = patch_paths(run, variants, kind.ends, reading, mlps=kind.mlps, **options)
+        if edges is not None:
+            options |= {"mlps": "freeze", "wanted": set(edges.cells)}
+            found: Any = patch_paths(run, variants, edges.ends, reading, **options)
+        elif isinstance(kind, Path):
+            found = patch_paths(run, variants, kind.ends, reading, mlps=kind.mlps, **options)
         else:
             found = rerun(run, variants, reading, **options)
+    ends = kind.ends if isinstance(kind, Path) else edges and edges.ends
     patched, direct = found.patched, found.direct
-    if each:
+    if edges is not None:
+        senders, receivers = zip(*edges.cells, strict=True)
+        patched, direct = (t[list(senders), list(receivers)] for t in (patched, direct))
+    elif each:
         axes.insert(1, Axis("position", tuple(range(len(places)))))
         patched, direct = _by_place(patched, places), _by_place(direct, places)
     elif isinstance(kind, Path) and kind.is_sweep:
@@ -153,7 +176,7 @@ def ablate(
         axes=tuple(axes),
         unit=chosen.unit,
         provenance=origin,
-        how=str(kind),
+        how=str(kind) if edges is None else f"{kind}, along each edge alone",
         metric=str(chosen),
         joint=joint,
         positions=where,
@@ -163,8 +186,19 @@ def ablate(
         weights=None if chosen.weights is None else chosen.weights(run),
         routes=found.routes,
         token_texts=run.prompts.token_texts if each else None,
-        path_to=kind.ends.labels if isinstance(kind, Path) else None,
+        path_to=ends.labels if ends is not None else None,
     )
+
+
+def _require_single(kind: Kind, joint: bool) -> None:
+    """Raises AblationError for what is not done to edges."""
+    if isinstance(kind, Path):
+        raise AblationError(
+            "an edge says where it ends, so it takes no Path; give Zero(), Mean(...) or "
+            "Resample(...)"
+        )
+    if joint:
+        raise AblationError("edges are replaced one at a time; leave out joint=True")
 
 
 def _names(
@@ -177,12 +211,12 @@ def _names(
     return [[(label, column) for column in beside] for label in labels]
 
 
-def _require_each(positions: str, kind: Kind) -> None:
+def _require_each(positions: str, kind: Kind, of_edges: bool) -> None:
     if positions != "each":
         raise PositionError(
             f"positions are whole numbers, None for all, or 'each'; got {positions!r}"
         )
-    if isinstance(kind, Path):
+    if of_edges or isinstance(kind, Path):
         raise AblationError(
             "a path is sent from one set of positions at a time; call ablate once for each "
             "position instead of positions='each'"

@@ -70,7 +70,7 @@ class Shared(Share):
     Args:
         view: the model.
         team: the processes.
-        names: [variant][column], what a cell is called in a row.
+        names: [variant][column], what a cell is called in a row; None where nothing is asked.
         identity: what tells this sweep from every other.
         rows: gives where its rows are kept, or None for nowhere; asked in the first process alone.
 
@@ -84,7 +84,7 @@ class Shared(Share):
         self,
         view: ModelView,
         team: Team,
-        names: Sequence[Sequence[Name]],
+        names: Sequence[Sequence[Name | None]],
         identity: dict[str, Any],
         rows: Any,
     ) -> None:
@@ -93,6 +93,7 @@ class Shared(Share):
             name: (variant, column)
             for variant, beside in enumerate(names)
             for column, name in enumerate(beside)
+            if name is not None
         }
         self.rows: Rows | None = None
         self.left: dict[int, int] = {}
@@ -214,9 +215,10 @@ class Shared(Share):
             parts = (piece.baseline.expand_as(piece.patched), piece.patched, piece.direct)
             values = torch.stack(parts, 1).detach().to("cpu", torch.float64)
             for variant, value in zip(piece.variants, values, strict=True):
-                if (variant, piece.column, piece.rows.start) not in self.known:
+                name = self.names[variant][piece.column]
+                if name and (variant, piece.column, piece.rows.start) not in self.known:
                     yield Row(
-                        *self.names[variant][piece.column],
+                        *name,
                         prompts=(piece.rows.start, piece.rows.stop),
                         routes=piece.routes,
                         values=value.clone(),  # not the whole stack that it lies in

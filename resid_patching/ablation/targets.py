@@ -10,6 +10,7 @@ from resid_patching.address import (
     Address,
     Attn,
     AttnBias,
+    Edge,
     Head,
     HeadInput,
     HeadNode,
@@ -24,7 +25,7 @@ from resid_patching.models import ModelView
 from resid_patching.paths import view_of
 from resid_patching.rerun import require_site
 
-Targets: TypeAlias = str | Address | Sequence[str | Address]
+Targets: TypeAlias = str | Address | Edge | Sequence[str | Address] | Sequence[str | Edge]
 
 
 def heads(model: Any) -> list[Head]:
@@ -59,11 +60,15 @@ def neurons(model: Any, layer: int) -> list[Neuron]:
     return [Neuron(layer, index) for index in range(view.n_neurons(layer))]
 
 
+def list_targets(targets: Targets) -> list[Any]:
+    """Targets as a list, also of one."""
+    one = isinstance(targets, str) or not isinstance(targets, Iterable)
+    return [targets] if one else list(targets)
+
+
 def find_sites(view: ModelView, targets: Targets) -> list[Address]:
     """Targets as addresses of this model, each once."""
-    if isinstance(targets, str) or not isinstance(targets, Iterable):
-        targets = [targets]
-    sites = [parse(target) for target in targets]
+    sites = [parse(target) for target in list_targets(targets)]
     for site in sites:
         require_site(view, site)
     seen: dict[Address, Address] = {}

@@ -1,6 +1,7 @@
 """Path patching: what one route through the stream carries, in closed form where it can be."""
 
 from resid_patching.paths.closed import MLPs
+from resid_patching.paths.edges import EdgeSet, edges, find_edges, is_edge
 from resid_patching.paths.patching import Patched, patch_paths
 from resid_patching.paths.receivers import (
     Receivers,
@@ -13,9 +14,13 @@ from resid_patching.paths.receivers import (
 )
 
 __all__ = [
+    "EdgeSet",
     "MLPs",
     "Patched",
     "Receivers",
+    "edges",
+    "find_edges",
+    "is_edge",
     "view_of",
     "inputs",
     "patch_paths",

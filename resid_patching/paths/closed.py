@@ -18,7 +18,7 @@ Source: Wang et al. 2022 (arXiv 2211.00593), section 3.1 and appendix B.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -31,6 +31,7 @@ from resid_patching.address import (
     Embed,
     Head,
     HeadInput,
+    Input,
     Logits,
     MLPBias,
     MLPIn,
@@ -72,32 +73,30 @@ class Stack:
         self.moved = changes.moved_at(index)
         """Where a sender's value differs from the clean one; elsewhere D is exactly zero."""
 
-    def read(self, receivers: Iterable[Receiver]) -> dict[Receiver, Tensor]:
-        """What each receiver reads on the way, from each sender that reaches it.
+    def read(self, receivers: Iterable[Receiver]) -> Iterator[dict[Receiver, Tensor]]:
+        """What receivers read, stage by stage on the way, from each sender that reaches them.
 
-        Returns:
-            [n, rows, positions, ...]: a head's input, an MLP's write, or a state. The n senders
-            that reach a receiver are the first. Exactly the clean value where a sender's does not
-            differ.
+        Yields:
+            Values [n, rows, positions, ...]: a head's input, an MLP's write, or a state. The n
+            senders that reach a receiver are the first. Exactly the clean value where a sender's
+            does not differ.
         """
         wanted: dict[tuple[int | float, int], list[Receiver]] = defaultdict(list)
         for receiver in receivers:
             wanted[read_at_stage(self.view, receiver)].append(receiver)
-        found: dict[Receiver, Tensor] = {}
-        self._write(0, Embed, PosEmbed)
+        self._write(0, Embed, PosEmbed, Input)
         last = max(wanted)
         for layer in range(self.view.n_layers):
-            found |= self._read(wanted.pop((layer, 0), []), layer, "pre")
+            yield self._read(wanted.pop((layer, 0), []), layer, "pre")
             before = self._at_mlp(layer) if self.view.parallel else None
             self._write(layer, Head, Attn, AttnBias)
-            found |= self._read(wanted.pop((layer, 2), []), layer, "mid")
+            yield self._read(wanted.pop((layer, 2), []), layer, "mid")
             if not wanted:
-                return found
+                return
             if not self.view.attn_only:
                 self._pass_mlp(layer, self._at_mlp(layer) if before is None else before)
-            found |= self._read(wanted.pop((layer, 4), []), layer, "post")
-        found |= self._read(wanted.pop(last, []), self.view.n_layers - 1, "post")
-        return found
+            yield self._read(wanted.pop((layer, 4), []), layer, "post")
+        yield self._read(wanted.pop(last, []), self.view.n_layers - 1, "post")
 
     def _n_before(self, layer: int | float, place: int) -> int:
         """How many senders have begun to write before a stage."""
@@ -108,7 +107,7 @@ class Stack:
         puts = [p for p in self.puts if isinstance(p.site, types) and _layer(p) == layer]
         if types[0] is Embed:
             for put in puts:
-                put.add(self.D, self.index, put.values)
+                put.add(self.D, self.index, put.difference)
         else:
             self.chunk.deltas.write(self.D, puts, layer, self.index)
 

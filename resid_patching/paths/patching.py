@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +76,7 @@ def patch_paths(
     progress: Callable[[int], object] | None = None,
     frozen_norms: bool = False,
     share: Share = EVERYTHING,
+    wanted: Collection[tuple[int, int]] | None = None,
 ) -> Patched:
     """Replaces what senders send to receivers, and nothing else.
 
@@ -88,6 +90,8 @@ def patch_paths(
         progress: called with the number of (sender, receivers) pairs just done.
         frozen_norms: receivers' norms keep the clean run's scale, an approximation.
         share: what of it is worked here.
+        wanted: the pairs (number of a sender, number of an alternative) that are asked for; None
+            for all. The others are NaN.
 
     Raises:
         HeadMismatchError: a head's hook does not show one vector for each head.
@@ -102,7 +106,7 @@ def patch_paths(
     needed |= {hook_name(Attn(layer)) for layer in range(run.view.n_layers)}
     held = names_to_keep(run.view)
     tries_closed = may_be_plain(run.view, routes)
-    given = (senders, ends, mlps, frozen_norms, share)
+    given = (senders, ends, mlps, frozen_norms, share, wanted)
 
     def pieces() -> Iterator[Piece]:
         names = needed if tries_closed else needed | held
@@ -172,11 +176,12 @@ class _Work:
         mlps: MLPs,
         frozen: bool,
         share: Share,
+        wanted: Collection[tuple[int, int]] | None,
         *,
         closed: bool,
     ) -> None:
         self.chunk, self.view, self.share, self.closed = chunk, chunk.view, share, closed
-        self.senders, self.ends, self.frozen = senders, ends, frozen
+        self.senders, self.ends, self.frozen, self.wanted = senders, ends, frozen, wanted
         self.mlps: MLPs = mlps
         self.index = senders[0][0].positions.index[chunk.rows].to(self.view.device)
         if closed and all(map(self._is_last, ends.sets)):  # no positions matter but those read
@@ -192,58 +197,100 @@ class _Work:
         return [site_of(self.view, receiver) for receiver in receivers] == [last]
 
     def pieces(self) -> Iterator[Piece]:
-        """What the senders' messages do, stack by stack and column by column."""
+        """What the senders' messages do, stack by stack.
+
+        In each stack, the alternatives that can be read at one stage are worked together.
+        """
         order = sorted(range(len(self.senders)), key=lambda n: starts_at_stage(self.senders[n]))
-        n_columns = len(self.ends.sets)
+        by_stage: dict[tuple[int | float, int], list[int]] = {}
+        for column, receivers in enumerate(self.ends.sets):
+            last = max(read_at_stage(self.view, receiver) for receiver in receivers)
+            by_stage.setdefault(last, []).append(column)
+        groups = [by_stage[key] for key in sorted(by_stage)]
         for place, part in enumerate(even_parts(len(order), self._stack_size())):
             numbers = order[part]
-            columns = [
-                column
-                for column in range(n_columns)
-                if self.share.wants(self.chunk.rows, place * n_columns + column, numbers, column)
+            here = [
+                columns
+                for number, columns in enumerate(groups, place * len(groups))
+                if self._wants(number, numbers, columns)
             ]
-            if columns:
-                yield from self._stack(numbers, columns)
+            if here:
+                yield from self._stack(numbers, here)
 
-    def _stack(self, numbers: list[int], columns: list[int]) -> Iterator[Piece]:
-        chunk = self.chunk
+    def _wants(self, number: int, numbers: list[int], columns: list[int]) -> bool:
+        """Whether any cell of a stack and some alternatives is worked here."""
+        for column in columns:
+            asked = [n for n in numbers if self.wanted is None or (n, column) in self.wanted]
+            if asked and self.share.wants(self.chunk.rows, number, asked, column):
+                return True
+        return False
+
+    def _stack(self, numbers: list[int], groups: list[list[int]]) -> Iterator[Piece]:
+        """What some senders' messages do, group by group of alternatives."""
         senders = [self.senders[number] for number in numbers]
-        way: Route = "plain" if self.closed else "full"
+        columns = [column for group in groups for column in group]
+        ends = Receivers(tuple(self.ends.sets[column] for column in columns)).all
         if self.closed:
-            stack = Stack(chunk, self.index, senders, self.mlps, self.frozen)
-            moved, reads = stack.moved, stack.read(self.ends.all)
+            stack = Stack(self.chunk, self.index, senders, self.mlps, self.frozen)
+            moved, found = stack.moved, stack.read(ends)
         else:
-            reads = read_hooked(chunk, self.index, senders, self.mlps, self.ends.all)
-            moved = Changes(chunk.clean, senders).moved_at(self.index)
+            found = iter([read_hooked(self.chunk, self.index, senders, self.mlps, ends)])
+            moved = Changes(self.chunk.clean, senders).moved_at(self.index)
         index = torch.where(moved.any(0), self.index, -1)
-        where = PositionIndex(_in_batch(index, chunk.rows))
+        reads: dict[Receiver, Tensor] = {}
+        left = list(groups)
+        for more in found:
+            reads |= more
+            while left and all(r in reads for column in left[0] for r in self.ends.sets[column]):
+                yield from self._group(numbers, left.pop(0), reads, index)
+                needed = {r for group in left for c in group for r in self.ends.sets[c]}
+                reads = {receiver: reads[receiver] for receiver in reads if receiver in needed}
+
+    def _group(
+        self,
+        numbers: list[int],
+        columns: list[int],
+        reads: dict[Receiver, Tensor],
+        index: Tensor,
+    ) -> Iterator[Piece]:
+        """What the messages do that some alternatives read, all run again together."""
+        where = PositionIndex(_in_batch(index, self.chunk.rows))
+        starts = [starts_at_stage(self.senders[number]) for number in numbers]
+        way: Route = "plain" if self.closed else "full"
+        cells: list[tuple[int, int]] = []
+        variants: list[Variant] = []
         for column in columns:
             receivers = self.ends.sets[column]
-            reaching = {
-                receiver: sum(
-                    starts_at_stage(s) < read_at_stage(self.view, receiver) for s in senders
-                )
-                for receiver in receivers
-            }
-            n = max(reaching.values())
-            if self.closed and self._is_last(receivers):
-                value = self._at_last(reads[receivers[0]], index)
-                yield self._piece(numbers, column, value, value, way)
-                continue
-            variants = [
-                tuple(
-                    Edit(site_of(self.view, receiver), where, _constant(reads[receiver][number]))
-                    for receiver in receivers
-                    if number < reaching[receiver]
-                )
-                for number in range(n)
+            asked = [
+                place
+                for place, number in enumerate(numbers)
+                if self.wanted is None or (number, column) in self.wanted
             ]
-            for part, patched, direct, route in chunk.evaluate(variants):
-                chosen = [numbers[number] for number in part]
-                yield self._piece(chosen, column, patched, direct, route, way)
-            if n < len(numbers):
-                none = chunk.baseline[None][:0]
-                yield self._piece(numbers[n:], column, none, none, way)
+            before = {r: read_at_stage(self.view, r) for r in receivers}
+            reaching = [p for p in asked if any(starts[p] < at for at in before.values())]
+            if missing := [numbers[place] for place in asked if place not in set(reaching)]:
+                none = self.chunk.baseline[None].expand(len(missing), -1) * torch.nan
+                yield self._piece(missing, column, none, none, way)
+            if not reaching:
+                continue
+            if self.closed and self._is_last(receivers):
+                value = self._at_last(reads[receivers[0]][reaching], index)
+                yield self._piece([numbers[p] for p in reaching], column, value, value, way)
+                continue
+            for place in reaching:
+                cells.append((numbers[place], column))
+                variants.append(
+                    tuple(
+                        Edit(site_of(self.view, receiver), where, _constant(reads[receiver][place]))
+                        for receiver in receivers
+                        if starts[place] < before[receiver]
+                    )
+                )
+        for part, patched, direct, route in self.chunk.evaluate(variants):
+            for column in sorted({cells[number][1] for number in part}):
+                chosen = [k for k, number in enumerate(part) if cells[number][1] == column]
+                senders = [cells[part[k]][0] for k in chosen]
+                yield self._piece(senders, column, patched[chosen], direct[chosen], route, way)
 
     def _at_last(self, states: Tensor, index: Tensor) -> Tensor:
         """The metric [senders, rows] of last states [senders, rows, positions, d_model]."""
@@ -266,14 +313,8 @@ class _Work:
         direct: Tensor,
         *routes: Route,
     ) -> Piece:
-        """A piece; senders beyond those that reach a receiver have no number, NaN."""
-        both = []
-        for found in (patched, direct):
-            whole = found.new_full((len(numbers), found.shape[1]), torch.nan)
-            whole[: len(found)] = found
-            both.append(whole)
         chunk = self.chunk
-        return Piece(chunk.rows, numbers, column, chunk.baseline, both[0], both[1], routes)
+        return Piece(chunk.rows, numbers, column, chunk.baseline, patched, direct, routes)
 
     def _stack_size(self) -> int:
         """Senders that are carried together, by rows and by the run's bound on memory."""
@@ -284,8 +325,12 @@ class _Work:
             return max(1, min(HOOKED_ROWS // cells, chunk.max_bytes // (2 * per_sender)))
         d_mlp = 0 if view.attn_only else view.n_neurons(0)
         rows, d_head = self.index.numel(), view.W_O(0).shape[1]
-        held = sum(d_head if isinstance(r, HeadInput) else view.d_model for r in self.ends.all)
-        per_sender = rows * size * (4 * view.d_model + 3 * d_mlp + held)
+        held: dict[tuple[int | float, int], int] = defaultdict(int)  # what is read at one stage
+        for r in self.ends.all:
+            held[read_at_stage(view, r)] += d_head if isinstance(r, HeadInput) else view.d_model
+        together = any(len(receivers) > 1 for receivers in self.ends.sets)
+        values = sum(held.values()) if together else max(held.values())
+        per_sender = rows * size * (4 * view.d_model + 3 * d_mlp + values)
         return max(1, min(CARRIED_ROWS // rows, chunk.max_bytes // (2 * per_sender)))
 
 

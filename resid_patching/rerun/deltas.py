@@ -21,6 +21,7 @@ from resid_patching.address import (
     Head,
     HeadInput,
     HeadNode,
+    Input,
     MLPBias,
     Neuron,
     Stream,
@@ -111,8 +112,8 @@ class Deltas:
             self.write(delta, [put for put in puts if isinstance(put.site, _MLP)], key[0], at)
             return delta
         # A state is what it is set to, whatever the embeddings before it were changed to.
-        for put in sorted(puts, key=lambda put: isinstance(put.site, Stream)):
-            if isinstance(put.site, Stream):
+        for put in sorted(puts, key=lambda put: isinstance(put.site, Stream | Input)):
+            if isinstance(put.site, Stream | Input):
                 put.with_values(put.difference).set(delta, at)
             else:
                 put.add(delta, at, put.values)

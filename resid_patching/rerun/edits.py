@@ -4,7 +4,7 @@ An edit replaces the activation of one site at some positions of every prompt. A
 of edits made together. Sites act in stages of a layer, and the stage says from where the model
 has to be run again.
 
-    stage 0   resid_pre (and embed, pos_embed in layer 0)
+    stage 0   resid_pre (and input, embed, pos_embed in layer 0)
     stage 1   q, k, v, pattern, z of a head; the attention layer; its bias
     stage 2   resid_mid
     stage 3   neurons; the MLP; its bias
@@ -29,6 +29,7 @@ from resid_patching.address import (
     Head,
     HeadInput,
     HeadNode,
+    Input,
     MLPBias,
     Neuron,
     PosEmbed,
@@ -70,7 +71,7 @@ def stage(site: Address) -> tuple[int, int]:
     Raises:
         AddressError: the site cannot be replaced.
     """
-    if isinstance(site, Embed | PosEmbed):
+    if isinstance(site, Input | Embed | PosEmbed):
         return (0, 0)
     if isinstance(site, Stream):
         return (site.layer, _STATES[site.place])
