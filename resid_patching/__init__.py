@@ -56,7 +56,7 @@ if TYPE_CHECKING:
         top1_change,
     )
     from resid_patching.models import ModelView, load
-    from resid_patching.paths import Receivers, inputs, receivers
+    from resid_patching.paths import Receivers, edges, inputs, receivers
     from resid_patching.processes import Team, team
     from resid_patching.prompt_sets import (
         PromptPairs,
@@ -96,6 +96,7 @@ _HOME = {
     "indirect_object_prompts": "prompt_sets",
     "read_pairs": "prompt_sets",
     "Receivers": "paths",
+    "edges": "paths",
     "inputs": "paths",
     "receivers": "paths",
     "Metric": "metrics",
@@ -163,6 +164,7 @@ __all__ = [
     "indirect_object_prompts",
     "read_pairs",
     "Receivers",
+    "edges",
     "inputs",
     "receivers",
     "Metric",

@@ -48,6 +48,7 @@ from resid_patching.paths import (
     find_edges,
     is_edge,
     patch_paths,
+    patch_together,
     require_receivers,
     require_senders,
 )
@@ -122,10 +123,10 @@ def ablate(
     sites = find_sites(run.view, listed) if edges is None else edges.senders
     each = isinstance(positions, str)
     if edges is not None:
-        _require_single(kind, joint)
+        _require_edges(kind, joint and (rows is not None or team is not None))
     if each:
         _require_each(positions, kind, edges is not None)
-    if joint:
+    if joint and edges is None:
         require_apart(sites)
     if isinstance(kind, Path):
         require_senders(sites)
@@ -134,9 +135,12 @@ def ablate(
     require(run.view, "stream", "readout")
     reading = chosen.bind(run)
     places = run.prompts.each_position() if each else [run.locate(positions)]
-    variants = variants_of(run, sites, kind, places, joint=joint)
-    labels = (" + ".join(map(str, sites)) or "nothing",) if joint else tuple(map(str, sites))
-    labels = labels if edges is None else tuple(map(str, edges.edges))
+    variants = variants_of(run, sites, kind, places, joint=joint and edges is None)
+    labels = tuple(map(str, sites if edges is None else edges.edges))
+    if joint:
+        is_long = edges is not None and len(labels) > 8
+        text = " + ".join(labels) or "nothing"
+        labels = (f"{labels[0]} + ... + {labels[-1]} ({len(labels)} edges)" if is_long else text,)
     axes = [Axis("target", labels), Axis("batch", tuple(range(len(run))))]
     where = _positions_text(positions)
     origin = provenance(run.view, run.prompts, _plan(run, kind, chosen, where, joint))
@@ -152,16 +156,20 @@ def ablate(
     n_changes = n_rows * len(prompt_chunks(run, 0))
     with bar(n_changes if progress is None else None, "change") as shown:
         options: dict[str, Any] = {"routes": routes, "progress": progress or shown, "share": share}
-        if edges is not None:
+        if edges is not None and joint:
+            found: Any = patch_together(run, variants, edges, reading)
+        elif edges is not None:
             options |= {"mlps": "freeze", "wanted": set(edges.cells)}
-            found: Any = patch_paths(run, variants, edges.ends, reading, **options)
+            found = patch_paths(run, variants, edges.ends, reading, **options)
         elif isinstance(kind, Path):
             found = patch_paths(run, variants, kind.ends, reading, mlps=kind.mlps, **options)
         else:
             found = rerun(run, variants, reading, **options)
     ends = kind.ends if isinstance(kind, Path) else edges and edges.ends
     patched, direct = found.patched, found.direct
-    if edges is not None:
+    if edges is not None and joint:
+        patched, direct = patched[:, 0], direct[:, 0]
+    elif edges is not None:
         senders, receivers = zip(*edges.cells, strict=True)
         patched, direct = (t[list(senders), list(receivers)] for t in (patched, direct))
     elif each:
@@ -176,7 +184,9 @@ def ablate(
         axes=tuple(axes),
         unit=chosen.unit,
         provenance=origin,
-        how=str(kind) if edges is None else f"{kind}, along each edge alone",
+        how=str(kind)
+        if edges is None
+        else f"{kind}, along {'the edges' if joint else 'each edge'}",
         metric=str(chosen),
         joint=joint,
         positions=where,
@@ -190,15 +200,15 @@ def ablate(
     )
 
 
-def _require_single(kind: Kind, joint: bool) -> None:
+def _require_edges(kind: Kind, shares_one_row: bool) -> None:
     """Raises AblationError for what is not done to edges."""
     if isinstance(kind, Path):
         raise AblationError(
             "an edge says where it ends, so it takes no Path; give Zero(), Mean(...) or "
             "Resample(...)"
         )
-    if joint:
-        raise AblationError("edges are replaced one at a time; leave out joint=True")
+    if shares_one_row:
+        raise AblationError("edges replaced together are one row; leave out rows= and team=")
 
 
 def _names(

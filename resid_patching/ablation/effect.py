@@ -232,14 +232,14 @@ class Effect(Result):
 
     def headings(self) -> dict[str, str]:
         """Target, receiver or position, total, its standard error, direct and indirect."""
-        columns = {"target": "sender" if self.is_path else "target"}
+        columns = {"target": self._target_name}
         columns |= {name: name for name in ("receiver", "position") if self._has(name)}
         if self._has("position") and len(set(self.token_texts or ())) == 1:
             columns["token"] = "token"
         columns["value"] = "total"
         if self.baseline.shape[0] > 1:
             columns["se"] = "se"
-        if not self.is_path_to_logits:
+        if not self.is_path_to_logits and bool(self.direct.isfinite().any()):
             columns |= {"direct": "direct", "indirect": "indirect"}
         if self.has_perplexity:
             columns |= {"perplexity": "perplexity", "ratio": "ratio"}
@@ -247,9 +247,15 @@ class Effect(Result):
 
     @property
     def row_name(self) -> str:
-        """Target or sender; path, of receivers side by side; cell, of positions in turn."""
+        """Target, edge or sender; path, of receivers side by side; cell, of positions in turn."""
         if self.columns is not None:
             return "path" if self._has("receiver") else "cell"
+        return self._target_name
+
+    @property
+    def _target_name(self) -> str:
+        if any("->" in target for target in self.targets[:1]):
+            return "edge"
         return "sender" if self.is_path else "target"
 
     def _has(self, name: str) -> bool:
@@ -257,7 +263,7 @@ class Effect(Result):
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """Kind, positions, metric and baseline, above what every result says."""
-        together = f" ({'senders' if self.is_path else 'targets'} together)" if self.joint else ""
+        together = f" ({self._target_name}s together)" if self.joint else ""
         metric = self.metric.replace(
             "(one a prompt) - (one a prompt)", "of each prompt's answer - foil"
         )

@@ -12,6 +12,7 @@ from resid_patching.paths.receivers import (
     require_senders,
     view_of,
 )
+from resid_patching.paths.together import patch_together
 
 __all__ = [
     "EdgeSet",
@@ -24,6 +25,7 @@ __all__ = [
     "view_of",
     "inputs",
     "patch_paths",
+    "patch_together",
     "receiver_set",
     "receivers",
     "require_receivers",

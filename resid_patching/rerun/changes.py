@@ -66,6 +66,11 @@ class Put:
         values = self.values[chosen.to(self.values.device)]
         return dataclasses.replace(self, numbers=self.numbers[chosen], values=values)
 
+    def of_one(self, place: int) -> Put:
+        """The same in one of its variants, which becomes the first of a stack."""
+        values = self.values[place : place + 1]
+        return dataclasses.replace(self, numbers=torch.zeros(1, dtype=torch.long), values=values)
+
     def renumbered(self, numbers: Tensor) -> Put:
         """The same with other numbers for its variants [k]."""
         return dataclasses.replace(self, numbers=numbers)

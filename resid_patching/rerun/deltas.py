@@ -16,6 +16,7 @@ from torch import Tensor
 
 from resid_patching.address import (
     MLP,
+    Address,
     Attn,
     AttnBias,
     Head,
@@ -61,17 +62,17 @@ class Deltas:
 
     def closed(self, variant: Variant) -> bool:
         """Whether the variant's changes need no call of the model's own blocks."""
-        for edit in variant:
-            match edit.site:
-                case HeadInput(layer, _, _) | HeadNode(layer, _, "pattern"):
-                    if self.plain is None or not self.heads_sum or not self._mixes(layer):
-                        return False
-                case Head() | HeadNode() | AttnBias():
-                    if not self.heads_sum:
-                        return False
-                case Neuron() | MLPBias():
-                    if not self.neurons_sum:
-                        return False
+        return all(self.closed_site(edit.site) for edit in variant)
+
+    def closed_site(self, site: Address) -> bool:
+        """Whether what a site's layer writes follows from the site's value in closed form."""
+        match site:
+            case HeadInput(layer, _, _) | HeadNode(layer, _, "pattern"):
+                return self.plain is not None and self.heads_sum and self._mixes(layer)
+            case Head() | HeadNode() | AttnBias():
+                return self.heads_sum
+            case Neuron() | MLPBias():
+                return self.neurons_sum
         return True
 
     def _mixes(self, layer: int) -> bool:

@@ -120,6 +120,7 @@ def chunks(
     reading: Reading,
     routes: Sequence[Route],
     share: Share = EVERYTHING,
+    n_beside: int = 0,
 ) -> Iterator[Chunk]:
     """The run's prompts, a group at a time, each after its clean forward pass.
 
@@ -129,9 +130,10 @@ def chunks(
         reading: what the metric reads.
         routes: routes that may be taken.
         share: what of it is worked here.
+        n_beside: states of the stream that are held beside the clean run.
     """
     means = Means(run.view, routes)
-    everything = prompt_chunks(run, len(names))
+    everything = prompt_chunks(run, len(names) + n_beside)
 
     def begun(rows: slice) -> Chunk:
         chunk = Chunk(run, rows, names, reading, means)

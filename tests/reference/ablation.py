@@ -14,6 +14,8 @@ STAGES = {"resid_pre": 0, "attn": 1, "resid_mid": 2, "mlp": 3, "resid_post": 4}
 def describe(site: str) -> tuple[int, int, str, int | None]:
     """Return the layer, the stage in it, the hook, and which head or neuron of the hook's value."""
     first, *rest = site.split(".")
+    if first == "input":
+        return -1, 0, "blocks.0.hook_resid_pre", None
     if first in ("embed", "pos_embed"):
         return -1, 0, f"hook_{first}", None
     if first.startswith("resid"):
