@@ -46,6 +46,7 @@ CASES: dict[str, Callable[[Any], Iterator[common.Case]]] = {
     "paths": routes.paths,
     "fitting": lenses.fitting,
     "grids": routes.grids,
+    "edges": routes.edges,
 }
 OTHERS = ("growth", "startup")
 # TransformerLens's attribution tool wants a bridge in compatibility mode; the rest runs raw.

@@ -143,7 +143,9 @@ def ablate(
         labels = (f"{labels[0]} + ... + {labels[-1]} ({len(labels)} edges)" if is_long else text,)
     axes = [Axis("target", labels), Axis("batch", tuple(range(len(run))))]
     where = _positions_text(positions)
-    origin = provenance(run.view, run.prompts, _plan(run, kind, chosen, where, joint))
+    origin = provenance(
+        run.view, run.prompts, _plan(run, kind, chosen, where, joint, edges is not None)
+    )
     team = Team() if team is None else team
     share = EVERYTHING
     if variants and (rows is not None or team.size > 1):
@@ -184,9 +186,7 @@ def ablate(
         axes=tuple(axes),
         unit=chosen.unit,
         provenance=origin,
-        how=str(kind)
-        if edges is None
-        else f"{kind}, along {'the edges' if joint else 'each edge'}",
+        how=str(kind) if edges is None else f"{kind}, along each edge",
         metric=str(chosen),
         joint=joint,
         positions=where,
@@ -269,8 +269,10 @@ def measure(run: Run, metric: Metric | Callable[..., Tensor]) -> Float[Tensor, "
     return rerun(run, [], as_metric(metric).bind(run)).baseline
 
 
-def _plan(run: Run, kind: Kind, metric: Metric, where: str, joint: bool) -> str:
+def _plan(run: Run, kind: Kind, metric: Metric, where: str, joint: bool, of_edges: bool) -> str:
     together = " (joint)" if joint else ""
+    if of_edges:
+        return f"{kind} along each edge{together}, sent from {where}, effect on {metric}"
     if isinstance(kind, Path):
         base = f"base of {count_prompts(run)}"
         return f"{kind}{together}, sent from {where}, {base}, effect on {metric}"

@@ -277,6 +277,11 @@ class Effect(Result):
 
     def caveats(self) -> tuple[str, ...]:
         """How total and direct differ, and that a small effect does not make a part unneeded."""
+        if self._target_name == "edge":
+            said = "total: the receivers hear the edges replaced, all behind them run again; "
+            if bool(self.direct.isfinite().any()):
+                said += "direct (not the total): later writes frozen; indirect: the rest."
+            return said.rstrip("; "), "Effects of single edges don't add up to those of all."
         if not self.is_path:
             said = "total: the model run again; direct (not the total): later writes frozen; "
         elif self.is_path_to_logits:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from resid_patching.address import (
     MLP,
@@ -28,16 +29,11 @@ from resid_patching.paths.receivers import (
     view_of,
 )
 from resid_patching.rerun import require_site
-
-if TYPE_CHECKING:
-    from transformer_lens import HookedTransformer
-    from transformer_lens.model_bridge import TransformerBridge
-
-    from resid_patching.run import Run
+from resid_patching.run import Run
 
 
 def edges(
-    model: HookedTransformer | TransformerBridge | Run,
+    model: torch.nn.Module | ModelView | Run,
     *,
     senders: Sequence[str | Sender] | None = None,
     receivers: Sequence[str | Receiver] | None = None,

@@ -1,4 +1,4 @@
-"""Rows on paths: to the logits, to queries, and every head to every later query."""
+"""Rows on paths and edges: to the logits, to queries, every edge alone, and edges together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from bench.common import (
     ids,
     logit_difference,
 )
-from resid_patching.address import Attn, Head, hook_name
+from resid_patching.address import MLP, Attn, Head, Logits, MLPIn, hook_name
 
 METRIC = rp.logit_diff(ANSWER, FOIL)
 
@@ -206,3 +206,91 @@ def _edges(n_rows: int) -> Iterator[float]:
         own = 2 * rows * (d_head * D + d_head * D_MLP + D * D_MLP) + 4 * rows * keys * d_head
         between = (LAYERS - 2 - layer) * block_flops(rows, keys)
         yield edges * (own + between + last + 2 * rows * 2 * 12 * D)
+
+
+def edges(model: Any) -> Cases:
+    """Every edge of the model replaced alone, and sets of edges replaced together.
+
+    The peer of single edges is one forward pass an edge with a hook at the receiver, on 24 edges of
+    each family, timed and scaled. Sets have no peer; they are told in plain forward passes.
+    """
+    base, source = pair(range(3, LENGTH))
+    every = rp.edges(model)
+    families: dict[str, list[rp.Edge]] = {}
+    for edge in every:
+        kind = getattr(edge.receiver, "which", type(edge.receiver).__name__)
+        families.setdefault(kind, []).append(edge)
+    some = [e for found in families.values() for e in found[:: max(1, len(found) // 24)][:24]]
+
+    def alone() -> Tensor:
+        runs = rp.capture(model, base), rp.capture(model, source)
+        return rp.ablate(runs[0], every, rp.Resample(runs[1]), metric=METRIC).total
+
+    numbers = [every.index(edge) for edge in some]
+    yield Case(
+        f"all {len(every):,} edges one by one, {PROMPTS} x {LENGTH}, differ from position 3 on",
+        alone,
+        f"a hooked forward pass an edge, {len(some)} edges of all families timed and scaled",
+        lambda: hooked_edges(model, base, source, some),
+        share=len(some) / len(every),
+        pick=lambda values: values[numbers],
+        once=True,
+    )
+    runs = rp.capture(model, base), rp.capture(model, source)
+    generator = torch.Generator().manual_seed(2)
+    drawn = torch.randperm(len(every), generator=generator)[:1000].tolist()
+    for name, chosen in (("1,000", [every[n] for n in drawn]), (f"all {len(every):,}", every)):
+
+        def together(chosen: list[rp.Edge] = chosen) -> Tensor:
+            how = rp.Resample(runs[1])
+            return rp.ablate(runs[0], chosen, how, metric=METRIC, joint=True).total
+
+        yield Case(
+            f"{name} edges together, {PROMPTS} x {LENGTH}", together, plain=forward(model, base)
+        )
+
+
+def hooked_edges(model: Any, base: Tensor, source: Tensor, edges: Sequence[rp.Edge]) -> Tensor:
+    """The same the usual way: what the receiver reads by hand, then a forward pass with a hook."""
+    effects = []
+    with torch.no_grad():
+        logits, clean = model.run_with_cache(base)
+        _, other = model.run_with_cache(source)
+        baseline = logit_difference(logits)
+        for edge in edges:
+            change = _write(model, other, edge.sender) - _write(model, clean, edge.sender)
+            receiver = edge.receiver
+            if isinstance(receiver, Logits):
+                state = clean[f"blocks.{LAYERS - 1}.hook_resid_post"] + change
+                effects.append(logit_difference(model.unembed(model.ln_final(state))) - baseline)
+                continue
+            block = model.blocks[receiver.layer]
+            if isinstance(receiver, MLPIn):
+                name = hook_name(MLP(receiver.layer))
+                state = clean[f"blocks.{receiver.layer}.hook_resid_mid"] + change
+                hook = _holding(block.mlp(block.ln2(state)))
+            else:
+                name, head = hook_name(receiver), receiver.head
+                state = block.ln1(clean[f"blocks.{receiver.layer}.hook_resid_pre"] + change)
+                weight = getattr(block.attn, f"W_{receiver.which.upper()}")[head]
+                bias = getattr(block.attn, f"b_{receiver.which.upper()}")[head]
+                hook = _putting(state @ weight + bias, head)
+            logits = model.run_with_hooks(base, fwd_hooks=[(name, hook)])
+            effects.append(logit_difference(logits) - baseline)
+    return torch.stack(effects)
+
+
+def _write(model: Any, cache: Any, sender: Any) -> Tensor:
+    value = cache[hook_name(sender)]
+    if not isinstance(sender, Head):
+        return value
+    return value[:, :, sender.head] @ model.blocks[sender.layer].attn.W_O[sender.head]
+
+
+def _putting(value: Tensor, head: int) -> Callable[..., Tensor]:
+    def put(activation: Tensor, hook: Any) -> Tensor:
+        activation = activation.clone()
+        activation[:, :, head] = value
+        return activation
+
+    return put
