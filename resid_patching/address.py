@@ -155,17 +155,21 @@ class Stream(_InLayer):
         return f"resid_{self.place}.{self.layer}"
 
 
+Which: TypeAlias = Literal["q", "k", "v"]
+QKV: tuple[Which, ...] = ("q", "k", "v")
+
+
 @dataclass(frozen=True, order=True)
 class HeadInput(_InLayer):
     """What a head's query, key or value reads (k, v: by key-value head)."""
 
     head: int
-    which: Literal["q", "k", "v"]
+    which: Which
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_index(self.head, "head")
-        if self.which not in ("q", "k", "v"):
+        if self.which not in QKV:
             raise AddressError(f"a head reads by q, k or v, got {self.which!r}")
 
     def __str__(self) -> str:

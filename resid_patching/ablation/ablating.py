@@ -137,10 +137,10 @@ def ablate(
     places = run.prompts.each_position() if each else [run.locate(positions)]
     variants = variants_of(run, sites, kind, places, joint=joint and edges is None)
     labels = tuple(map(str, sites if edges is None else edges.edges))
-    if joint:
-        is_long = edges is not None and len(labels) > 8
-        text = " + ".join(labels) or "nothing"
-        labels = (f"{labels[0]} + ... + {labels[-1]} ({len(labels)} edges)" if is_long else text,)
+    if joint and edges is not None and len(labels) > 8:
+        labels = (f"{edges.edges[0]} + ... + {edges.edges[-1]} ({len(labels)} edges)",)
+    elif joint:
+        labels = (" + ".join(labels) or "nothing",)
     axes = [Axis("target", labels), Axis("batch", tuple(range(len(run))))]
     where = _positions_text(positions)
     origin = provenance(

@@ -62,8 +62,9 @@ def neurons(model: Any, layer: int) -> list[Neuron]:
 
 def list_targets(targets: Targets) -> list[Any]:
     """Targets as a list, also of one."""
-    one = isinstance(targets, str) or not isinstance(targets, Iterable)
-    return [targets] if one else list(targets)
+    is_many = isinstance(targets, Iterable) and not isinstance(targets, str)
+    given: Any = targets
+    return list(given) if is_many else [given]
 
 
 def find_sites(view: ModelView, targets: Targets) -> list[Address]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from resid_patching.address import (
     MLP,
+    QKV,
     Attn,
     AttnBias,
     Head,
@@ -150,11 +151,11 @@ class Hearing:
         assert chunk.plain is not None
         plain = chunk.plain
         q, k, v = plain.project(layer, x)
-        for which, part in (("q", q), ("k", k), ("v", v)):
+        for which, part in zip(QKV, (q, k, v), strict=True):
             receivers = [
                 receiver
                 for head in range(part.shape[2])
-                if (receiver := HeadInput(layer, head, which)) in self.hears  # type: ignore[arg-type]
+                if (receiver := HeadInput(layer, head, which)) in self.hears
             ]
             normed = plain.normed(layer, self._heard(receivers, x)) if receivers else ()
             for receiver, state in zip(receivers, normed, strict=True):

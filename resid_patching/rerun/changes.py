@@ -82,7 +82,8 @@ class Put:
     def cells(self, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Where its positions stand among others [rows, m]: rows, places in m, places in n."""
         same = (at[:, :, None] == self.index[:, None]) & (self.index >= 0)[:, None]
-        return same.nonzero(as_tuple=True)
+        row, place, column = same.nonzero(as_tuple=True)
+        return row, place, column
 
     def set(self, target: Tensor, at: Tensor) -> None:
         """Sets its values in [variant, rows, m, ...], whose rows stand at [rows, m], in place."""
@@ -107,7 +108,8 @@ class Changes:
 
     def __init__(self, clean: Clean, stack: Sequence[Variant]) -> None:
         self.clean, self.n = clean, len(stack)
-        self.starts = [min((clean.stage(e.site) for e in edits), default=None) for edits in stack]
+        never = (clean.view.n_layers, 0)
+        self.starts = [min((clean.stage(e.site) for e in edits), default=never) for edits in stack]
         self.puts: dict[Stage, list[Put]] = defaultdict(list)
         grouped: dict[tuple[Address, int], list[tuple[int, int]]] = defaultdict(list)
         for number, edits in enumerate(stack):

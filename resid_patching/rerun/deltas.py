@@ -16,6 +16,7 @@ from torch import Tensor
 
 from resid_patching.address import (
     MLP,
+    QKV,
     Address,
     Attn,
     AttnBias,
@@ -79,7 +80,7 @@ class Deltas:
         """Whether our own attention, of the model's q, k and v, gives the model's z."""
         if layer not in self._mixing:
             assert self.plain is not None
-            q, k, v = (self.clean.act(HeadInput(layer, 0, which))[None] for which in "qkv")
+            q, k, v = (self.clean.act(HeadInput(layer, 0, which))[None] for which in QKV)
             positions = self.clean.positions
             q, k = self.plain.rotate(q, positions), self.plain.rotate(k, positions)
             z = self.plain.attend(q, k, v, positions, positions)[0]
@@ -158,7 +159,7 @@ class Deltas:
                     pairs.setdefault((number, head), len(pairs))
         touched = torch.tensor([head for _, head in pairs], device=view.device)
         parts: dict[str, Tensor] = {}
-        for which in "qkv":
+        for which in QKV:
             own = clean.act(HeadInput(layer, 0, which))
             chosen = touched if which == "q" else touched // group
             parts[which] = own[:, :, chosen].permute(2, 0, 1, 3).clone()

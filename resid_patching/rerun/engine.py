@@ -389,7 +389,7 @@ class Chunk:
         out as the model's own.
         """
         first = torch.minimum(changes.first_moved.amin(0), self.clean.lengths.to(self.view.device))
-        start = min(start for start in changes.starts if start is not None)
+        start = min(changes.starts)
         control, self._is_control_due = self._is_control_due, False
         if control and not is_first and not self.repeats(start[0], first):
             return None

@@ -214,13 +214,14 @@ class PlainBlocks:
         scores = torch.einsum("vbmhd,vbrhd->bhvmr", q, k)
         n_clean = seen.shape[2] - k.shape[2]
         if clean is not None:
-            old_k, old_v = self._by_head(clean[0], 2), self._by_head(clean[1], 2)
-            scores = torch.cat([torch.einsum("vbmhd,bphd->bhvmp", q, old_k), scores], -1)
+            old = self._by_head(clean[0], 2)
+            scores = torch.cat([torch.einsum("vbmhd,bphd->bhvmp", q, old), scores], -1)
         scores = (scores * self.scale).masked_fill(~seen[:, None, None], -torch.inf)
         pattern = scores.softmax(-1)
         z = torch.einsum("bhvmr,vbrhd->vbmhd", pattern[..., n_clean:], v)
         if clean is not None:
-            z = z + torch.einsum("bhvmp,bphd->vbmhd", pattern[..., :n_clean], old_v)
+            old = self._by_head(clean[1], 2)
+            z = z + torch.einsum("bhvmp,bphd->vbmhd", pattern[..., :n_clean], old)
         return z
 
     def attend_alone(self, q: Tensor, k: Tensor, v: Tensor, queries: Tensor) -> Tensor:

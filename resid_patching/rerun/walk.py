@@ -10,6 +10,7 @@ from torch import Tensor
 
 from resid_patching.address import (
     MLP,
+    QKV,
     Address,
     Attn,
     AttnBias,
@@ -19,6 +20,7 @@ from resid_patching.address import (
     MLPBias,
     Neuron,
     Stream,
+    hook_name,
 )
 from resid_patching.rerun.changes import Changes, Put, Stage
 from resid_patching.rerun.clean import Clean, take_rows
@@ -70,7 +72,7 @@ class Walk:
         self.read_at = read_at
         self.chosen = (read_at - self.first[:, None]).clamp(0, self.keys.shape[1] - 1)
         self.joining: dict[tuple[int, Place], list[tuple[int, int]]] = defaultdict(list)
-        for key in sorted({start for start in changes.starts if start is not None}):
+        for key in sorted(set(changes.starts)):
             self.joining[key[0], self._place_behind(key[1])].append(key)
 
     def _place_behind(self, place: int) -> Place:
@@ -97,8 +99,8 @@ class Walk:
         if x is not None:
             self._put(x, Stream(layer, "pre"), self.keys)
             q, k, v = plain.project(layer, x)
-            for which, part in zip("qkv", (q, k, v), strict=True):
-                self._put_heads(part, HeadInput(layer, 0, which), self.keys)  # type: ignore[arg-type]
+            for which, part in zip(QKV, (q, k, v), strict=True):
+                self._put_heads(part, HeadInput(layer, 0, which), self.keys)
             if is_last:
                 q, x = take_rows(q, self.chosen), take_rows(x, self.chosen)
             q, k = plain.rotate(q, at), plain.rotate(k, self.keys)
@@ -152,14 +154,11 @@ class Walk:
                 put.set(target, at)
 
     def _put_heads(self, target: Tensor, hook: Head | HeadInput, at: Tensor) -> None:
-        """Sets heads' values in [variant, rows, m, head, d_head]."""
+        """Sets heads' values in [variant, rows, m, head, d_head], the activation of a hook."""
         for put in self._later(hook):
-            is_z = isinstance(put.site, Head) or (
-                isinstance(put.site, HeadNode) and put.site.which == "z"
-            )
-            is_input = isinstance(put.site, HeadInput) and isinstance(hook, HeadInput)
-            if is_input and put.site.which == hook.which or is_z and isinstance(hook, Head):
-                put.set(target[:, :, :, put.head], at)
+            if isinstance(put.site, Head | HeadInput | HeadNode):
+                if hook_name(put.site) == hook_name(hook):
+                    put.set(target[:, :, :, put.head], at)
 
     def _put_neurons(self, target: Tensor, layer: int, at: Tensor) -> None:
         for put in self._later(MLP(layer)):
