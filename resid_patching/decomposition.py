@@ -36,7 +36,7 @@ from resid_patching.address import (
     Stream,
     hook_name,
 )
-from resid_patching.errors import GapError
+from resid_patching.errors import GapError, StreamMismatchError
 from resid_patching.models import TOLERANCE, ModelView, exact, require, require_finite_at
 from resid_patching.prompts import Positions
 from resid_patching.run import RowReader, Run
@@ -149,16 +149,29 @@ def decompose(run: Run, *, by: By) -> Parts:
     Raises:
         HeadMismatchError, NeuronMismatchError: this model's heads or neurons do not sum to their
             layer's write, as with a norm after the sublayer.
+        StreamMismatchError: the run sets the stream itself.
         ValueError: `by` is none of the three.
     """
     if by not in get_args(By):
         raise ValueError(f"by is component, head or neuron; got {by!r}")
     require(run.view, "stream")
+    require_sum(run)
     if by == "head":
         require(run.view, "heads")
     if by == "neuron":
         require(run.view, "neurons")
     return Parts(run, by, tuple(writers_of(run.view, by)))
+
+
+def require_sum(run: Run) -> None:
+    """Raises StreamMismatchError where a run sets the stream, which is then no sum of writes."""
+    if run.intervention is None:
+        return
+    if states := [str(site) for site in run.intervention.sites if isinstance(site, Stream)]:
+        raise StreamMismatchError(
+            f"this run sets {states[0]}, so its stream is no sum of what the model's parts wrote. "
+            "Lenses, logits and ablation read it; for a sum, replace the parts instead."
+        )
 
 
 class _Projector:

@@ -34,11 +34,13 @@ from resid_patching.rerun import (
     Share,
     Variant,
     Written,
+    acts_from,
     chunks,
     hooks_to_keep,
     may_be_plain,
     put_together,
     require_acting,
+    stage,
     take_rows,
 )
 from resid_patching.run import Run
@@ -143,6 +145,8 @@ def is_closed(
     """
     if chunk.plain is None or not all(map(chunk.deltas.closed, senders)):
         return False
+    if acts_from(chunk.clean.held, min(stage(e.site) for sender in senders for e in sender)):
+        return False  # the run's intervention acts on the way
     last = Stream(chunk.view.n_layers - 1, "post")
     layers = [site.layer for end in ends.all if (site := site_of(chunk.view, end)) != last]
     if whole:

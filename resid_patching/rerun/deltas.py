@@ -40,7 +40,6 @@ from resid_patching.rerun.edits import (
     stage,
 )
 from resid_patching.rerun.plain import PlainBlocks
-from resid_patching.rerun.replay import hook_changes
 
 
 class Deltas:
@@ -131,10 +130,21 @@ class Deltas:
     def frozen(self, variant: Variant) -> Tensor:
         """The change of the last state [rows, pos, d_model] with every later write frozen."""
         delta = self._no_change()
+        variant = (*self._pins(variant), *variant)
         for key in sorted({stage(edit.site) for edit in variant}):
             edits = tuple(edit for edit in variant if stage(edit.site) == key)
             delta = self._through(delta, edits, *key)
         return delta
+
+    def _pins(self, variant: Variant) -> Variant:
+        """The run's own edits from a variant's first stage on; they keep their sites' values."""
+        start = min((stage(edit.site) for edit in variant), default=None)
+        held = [edit for edit in self.clean.held if start and stage(edit.site) >= start]
+        held = [edit for edit in held if not isinstance(edit.site, Embed | PosEmbed)]
+        return tuple(
+            Edit(edit.site, edit.positions, lambda rows, index, edit=edit: self.old(edit, index))
+            for edit in held
+        )
 
     def _no_change(self) -> Tensor:
         shape = (len(self.clean), self.clean.width, self.view.d_model)
@@ -255,7 +265,7 @@ class Deltas:
         clean, view = self.clean, self.view
         writer = Attn(layer) if stage(edits[0].site)[1] == 1 else MLP(layer)
         name = hook_name(writer)
-        changes = hook_changes(view, [edits], clean.rows)
+        changes = clean.hooks([edits], range(layer, layer + 1) if self.replays() else None)
         seen: list[Tensor] = []
         edit_write = changes.pop(name, None)
 
