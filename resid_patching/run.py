@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from resid_patching.address import (
@@ -61,6 +61,10 @@ class Intervention(Protocol):
             rows: which prompts of the batch run.
             width: tokens of each where they were continued beyond the prompts; else None.
         """
+        ...
+
+    def holds(self, site: Address, where: PositionIndex) -> Bool[Tensor, "batch n"]:
+        """At which positions a site itself is replaced."""
         ...
 
     def digest(self) -> str:

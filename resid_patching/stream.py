@@ -215,7 +215,7 @@ class StreamReport(Result):
         survival = float(self.survival.cpu().double().nanmean())
         gap = f"{self.exactness:.1e}, {self.relative_exactness:.1e} of the largest entry summed"
         return (
-            ("intervention", self.how or "none: the clean run"),
+            ("intervention", self.how or self.provenance.intervention or "none: the clean run"),
             ("norm of the start", f"{start:.3f}"),
             ("mean survival, cos(start, last state)", f"{survival:+.4f}"),
             (f"largest |{'last write' if overwrites else 'start + all writes'} - last state|", gap),

@@ -12,8 +12,6 @@ it stayed on: activations, logits, lenses, attribution, patterns, and the baseli
 
 from __future__ import annotations
 
-import torch
-
 from resid_patching.ablation.fills import Fills
 from resid_patching.ablation.kinds import Mean, Path, Source, Zero, refusal, require_kind
 from resid_patching.ablation.targets import Targets, find_sites, require_apart
@@ -108,12 +106,9 @@ def unheld(run: Run, site: Address, where: PositionIndex) -> PositionIndex:
     There the part has no effect, to the last bit.
     """
     whole = _whole_of(site)
-    index = where.index
-    for edit in held_in(run):
-        if edit.site == whole:
-            is_held = (index[:, :, None] == edit.positions.index[:, None]).any(2)
-            index = torch.where(is_held, -1, index)
-    return where if index is where.index else PositionIndex(index)
+    if run.intervention is None or whole is None:
+        return where
+    return PositionIndex(where.index.masked_fill(run.intervention.holds(whole, where), -1))
 
 
 def _whole_of(site: Address) -> Address | None:

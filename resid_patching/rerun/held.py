@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from resid_patching.address import Address, Embed, PosEmbed
 from resid_patching.models import HookFunction, ModelView
@@ -43,6 +45,14 @@ class Held:
         """The functions that make the edits; see `run.Intervention`."""
         edits = self.edits if width is None else tuple(_until(e, width) for e in self.edits)
         return hook_changes(self.view, [edits], rows)
+
+    def holds(self, site: Address, where: PositionIndex) -> Bool[Tensor, "batch n"]:
+        """At which positions a site itself is replaced."""
+        found = torch.zeros_like(where.valid)
+        for edit in self.edits:
+            if edit.site == site:
+                found |= (where.index[:, :, None] == edit.positions.index[:, None]).any(2)
+        return found & where.valid
 
     def digest(self) -> str:
         """A hash of sites, positions and values."""
