@@ -187,7 +187,7 @@ def attention_patterns(run: Run, heads: Targets) -> AttentionPatterns:
             Axis("key", places),
         ),
         "probability",
-        provenance(run.view, run.prompts, plan),
+        provenance(run, plan),
         run.prompts.token_texts,
     )
 

@@ -256,7 +256,7 @@ def _attribute(
         values=rows,
         axes=_axes(names, run, positions),
         unit="logits",
-        provenance=provenance(view, prompts, plan),
+        provenance=provenance(run, plan),
         by=by,
         model_value=model_value,
         capped_value=capped,

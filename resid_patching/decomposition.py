@@ -36,7 +36,7 @@ from resid_patching.address import (
     Stream,
     hook_name,
 )
-from resid_patching.errors import GapError
+from resid_patching.errors import GapError, StreamMismatchError
 from resid_patching.models import TOLERANCE, ModelView, exact, require, require_finite_at
 from resid_patching.prompts import Positions
 from resid_patching.run import RowReader, Run
@@ -144,21 +144,35 @@ def decompose(run: Run, *, by: By) -> Parts:
 
     Args:
         run: a run, from `capture`.
-        by: `component`, `head` or `neuron`.
+        by: `component`, `head` or `neuron`. Where an ablated run replaces a whole layer, its heads
+            or neurons write nothing, and what stands in the layer's place is in its bias's row.
 
     Raises:
         HeadMismatchError, NeuronMismatchError: this model's heads or neurons do not sum to their
             layer's write, as with a norm after the sublayer.
+        StreamMismatchError: the run sets the stream itself.
         ValueError: `by` is none of the three.
     """
     if by not in get_args(By):
         raise ValueError(f"by is component, head or neuron; got {by!r}")
     require(run.view, "stream")
+    require_sum(run)
     if by == "head":
         require(run.view, "heads")
     if by == "neuron":
         require(run.view, "neurons")
     return Parts(run, by, tuple(writers_of(run.view, by)))
+
+
+def require_sum(run: Run) -> None:
+    """Raises StreamMismatchError where a run sets the stream, which is then no sum of writes."""
+    if run.intervention is None:
+        return
+    if states := [str(site) for site in run.intervention.sites if isinstance(site, Stream)]:
+        raise StreamMismatchError(
+            f"this run sets {states[0]}, so its stream is no sum of what the model's parts wrote. "
+            "Lenses, logits and ablation read it; for a sum, replace the parts instead."
+        )
 
 
 class _Projector:
@@ -172,7 +186,7 @@ class _Projector:
         positions: Positions,
         vectors: bool,
     ) -> None:
-        self.view = parts.run.view
+        self.view, self.intervention = parts.run.view, parts.run.intervention
         self.writers = parts.writers
         self.place = {writer: number for number, writer in enumerate(parts.writers)}
         self.device, self.dtype = self.view.device, self.view.compute_dtype
@@ -204,11 +218,13 @@ class _Projector:
         if Head(layer, 0) in self.place:
             yield hook_name(Head(layer, 0)), self._split(layer, Head, self.view.W_O)
             self._write_bias(AttnBias(layer), self.view.b_O(layer))
+            yield from self._replaced(Attn(layer), Head(layer, 0), AttnBias(layer))
         else:
             yield hook_name(Attn(layer)), self._whole(Attn(layer))
         if Neuron(layer, 0) in self.place:
             yield hook_name(Neuron(layer, 0)), self._split(layer, Neuron, self.view.W_out)
             self._write_bias(MLPBias(layer), self.view.b_out(layer))
+            yield from self._replaced(MLP(layer), Neuron(layer, 0), MLPBias(layer))
         elif MLP(layer) in self.place:
             yield hook_name(MLP(layer)), self._whole(MLP(layer))
 
@@ -278,6 +294,29 @@ class _Projector:
             self.values[self.place[writer]] = bias
         else:
             self.values[self.place[writer]] = (self.directions @ bias)[self.which][:, None]
+
+    def _replaced(
+        self, whole: Attn | MLP, first: Head | Neuron, bias: AttnBias | MLPBias
+    ) -> Iterator[tuple[str, RowReader]]:
+        """A reader of a layer whose whole write the run replaces somewhere."""
+        if self.intervention is None:
+            return
+        held = self.intervention.holds(whole, self.positions).to(self.device)
+        if bool(held.any()):
+            parts = slice(self.place[first], self.place[bias])
+            yield (
+                hook_name(whole),
+                functools.partial(self._read_replaced, parts, self.place[bias], held),
+            )
+
+    def _read_replaced(
+        self, parts: slice, bias: int, held: Tensor, activation: Tensor, rows: slice
+    ) -> None:
+        """There the parts write nothing, and what was put in their place is the bias's row."""
+        written = self._project(self._take(activation, rows), rows)
+        held = held[rows, :, None] if self.vectors else held[rows]
+        self.values[parts, rows] = self.values[parts, rows].masked_fill(held, 0)
+        self.values[bias, rows] = torch.where(held, written, self.values[bias, rows])
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """The values and states, NaN where a row has no position.

@@ -35,8 +35,8 @@ from torch import Tensor
 from resid_patching.address import Head, parse
 from resid_patching.errors import AddressError, ResultFormatError
 from resid_patching.files import checksum, read_json
-from resid_patching.models import ModelView, report
-from resid_patching.prompts import Prompts
+from resid_patching.models import report
+from resid_patching.run import Run
 from resid_patching.shown import Shown, ranked
 from resid_patching.version import __version__
 
@@ -102,6 +102,7 @@ class Provenance:
         plan: what was computed, in words.
         user_hooks: hooks of the caller that were on.
         resid_patching: this package's version.
+        intervention: what the run has replaced, as `rp.ablated` says; empty for a plain run.
     """
 
     model: str
@@ -116,6 +117,7 @@ class Provenance:
     plan: str
     user_hooks: tuple[str, ...] = ()
     resid_patching: str = ""
+    intervention: str = ""
 
     @property
     def model_text(self) -> str:
@@ -143,8 +145,10 @@ def standard_error(
     return ((share * off).square().sum(-1) * (n / (n - 1) if n > 1 else torch.nan)).sqrt()
 
 
-def provenance(view: ModelView, prompts: Prompts, plan: str) -> Provenance:
-    """The provenance of an analysis of prompts on a model."""
+def provenance(run: Run, plan: str) -> Provenance:
+    """The provenance of an analysis of a run."""
+    view, prompts = run.view, run.prompts
+    under = "" if run.intervention is None else str(run.intervention)
     return Provenance(
         model=view.name,
         revision=view.revision,
@@ -155,9 +159,10 @@ def provenance(view: ModelView, prompts: Prompts, plan: str) -> Provenance:
         tokens=prompts.hash,
         n_prompts=len(prompts),
         bos=prompts.bos_id is not None,
-        plan=plan,
+        plan=f"{plan}, under {under}" if under else plan,
         user_hooks=tuple(view.user_hooks()),
         resid_patching=__version__,
+        intervention=under,
     )
 
 
@@ -288,9 +293,10 @@ class Result(Shown):
         return {name: name for name in [*kept, *(["se"] if "se" in columns else [])]}
 
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """The model that ran, its weights' state, and how many prompts."""
+        """The model that ran, its weights' state, under which intervention, how many prompts."""
         origin = self.provenance
-        return ("model", origin.model_text), ("prompts", str(origin.n_prompts))
+        under = (("under", origin.intervention),) if origin.intervention else ()
+        return ("model", origin.model_text), *under, ("prompts", str(origin.n_prompts))
 
     def to_frame(self) -> pandas.DataFrame:
         """Long form: one row a cell, a column for each axis, `value` last.

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from resid_patching.address import (
@@ -23,8 +23,9 @@ from resid_patching.address import (
     hook_name,
     is_by_position,
 )
-from resid_patching.errors import CacheMismatchError
-from resid_patching.models import TOLERANCE, ModelView, as_view, require
+from resid_patching.continuation import Continuation, chooser
+from resid_patching.errors import CacheMismatchError, PromptError
+from resid_patching.models import TOLERANCE, HookFunction, ModelView, as_view, exact, require
 from resid_patching.prompts import PositionIndex, Positions, PromptLike, Prompts, prepare
 
 RowReader = Callable[[Tensor, slice], None]
@@ -42,6 +43,35 @@ class CacheLike(Protocol):
         ...
 
 
+@runtime_checkable
+class Intervention(Protocol):
+    """What is replaced whenever a run's model runs, as `rp.ablated` makes it."""
+
+    @property
+    def sites(self) -> tuple[Address, ...]:
+        """What is replaced."""
+        ...
+
+    def __str__(self) -> str: ...
+
+    def hooks(self, rows: slice, width: int | None = None) -> dict[str, HookFunction]:
+        """The functions that replace it, by hook.
+
+        Args:
+            rows: which prompts of the batch run.
+            width: tokens of each where they were continued beyond the prompts; else None.
+        """
+        ...
+
+    def holds(self, site: Address, where: PositionIndex) -> Bool[Tensor, "batch n"]:
+        """At which positions a site itself is replaced."""
+        ...
+
+    def digest(self) -> str:
+        """A hash of what is replaced where, and with which values."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     """Prompts on a model at one moment.
@@ -55,6 +85,7 @@ class Run:
         prompts: the prompts.
         max_bytes: bound on what one chunk of prompts holds at a time.
         cache: activations the caller already had, by hook name, in our row layout; else None.
+        intervention: what is replaced in every pass, from `rp.ablated`; else None.
         held_readouts: rows whose logits, as we read them, were held to the model's own.
     """
 
@@ -62,12 +93,14 @@ class Run:
     prompts: Prompts
     max_bytes: int = DEFAULT_MAX_BYTES
     cache: Mapping[str, Tensor] | None = None
+    intervention: Intervention | None = None
     _kept: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _own: dict[str, Tensor] = field(default_factory=dict, repr=False)
     held_readouts: set[tuple[int, ...]] = field(default_factory=set, repr=False)
 
     def __repr__(self) -> str:
-        return f"Run({self.view.name}, {self.view.kind}, {self.prompts!r})"
+        under = "" if self.intervention is None else f", under {self.intervention}"
+        return f"Run({self.view.name}, {self.view.kind}, {self.prompts!r}{under})"
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -106,6 +139,7 @@ class Run:
             width = max(self.prompts.lengths[rows])
             tokens = self.prompts.tokens[rows, :width]
             bound = {name: _bind(reader, rows) for name, reader in readers.items()}
+            bound = self.hooked(bound, rows)
             if logits is None and raw_logits is None:
                 self.view.forward_blocks(tokens, bound)
                 continue
@@ -114,6 +148,22 @@ class Run:
             output = self.view.forward(tokens, bound, logits=raw, at=index)
             if logits is not None:
                 logits(output, rows)
+
+    def hooked(
+        self, functions: Mapping[str, HookFunction], rows: slice, width: int | None = None
+    ) -> dict[str, HookFunction]:
+        """Functions for a pass, each behind what the run's intervention does at its hook.
+
+        Args:
+            functions: hook name -> callable.
+            rows: which prompts of the batch run.
+            width: as in `Intervention.hooks`.
+        """
+        if self.intervention is None:
+            return dict(functions)
+        first = self.intervention.hooks(rows, width)
+        behind = {name: _behind(first.get(name), last) for name, last in functions.items()}
+        return first | behind
 
     def chunks(self) -> Iterator[slice]:
         """Slices of the batch whose forward pass stays within `max_bytes`."""
@@ -244,6 +294,47 @@ class Run:
         found[~where.valid.to(found.device)] = torch.nan
         return found
 
+    @exact()
+    def generate(
+        self, n: int, *, seed: int | None = None, temperature: float | None = None
+    ) -> Continuation:
+        """Writes on: what the model says behind each prompt, under the run's intervention.
+
+        Each token comes from a whole pass of the prompt and what was written so far. Where an
+        intervention is at all positions and puts the same value at each, as `Zero()` and a mean
+        over batch and positions do, it acts on the new tokens too; any other acts on the prompt's
+        own positions alone. Nothing stops early: a token that ends a text is one of the n.
+
+        Args:
+            n: tokens to write behind each prompt.
+            seed: of the draws, one prompt after another; None takes the most probable token.
+            temperature: divides the logits before a draw; None is 1. Needs a seed.
+
+        Raises:
+            PromptError: prompt and continuation are longer than the model's context.
+            ModelChangedError: the model computes otherwise than when the run was captured.
+            ValueError: n is no whole number from 1, or a temperature is not above 0 or has no seed.
+        """
+        choose = chooser(n, seed, temperature)
+        view, prompts = self.view, self.prompts
+        if (longest := max(prompts.lengths) + n) > view.n_ctx:
+            raise PromptError(
+                f"prompt and continuation have up to {longest} tokens, but {view.name} reads at "
+                f"most {view.n_ctx}; write fewer"
+            )
+        view.require_unchanged()
+        written = []
+        for row, length in enumerate(prompts.lengths):
+            tokens, rows = prompts.tokens[row : row + 1, :length], slice(row, row + 1)
+            for width in range(length, length + n):
+                last = torch.tensor([[width - 1]], device=tokens.device)
+                logits = view.forward(tokens, self.hooked({}, rows, width), at=last)
+                new = choose(logits[0, 0]).to(tokens.device)
+                tokens = torch.cat([tokens, new.expand(1, 1)], 1)
+            written.append(tokens[0, length:])
+        under = "" if self.intervention is None else str(self.intervention)
+        return Continuation.of(view.tokenizer, torch.stack(written), under)
+
     def locate(self, positions: Positions) -> PositionIndex:
         """Finds positions in every prompt; see `Prompts.locate`."""
         return self.prompts.locate(positions)
@@ -312,6 +403,19 @@ def _readable(view: ModelView) -> list[str]:
 
 def _bind(reader: RowReader, rows: slice) -> Callable[[Tensor], None]:
     return lambda tensor: reader(tensor.detach(), rows)
+
+
+def _behind(first: HookFunction | None, last: HookFunction) -> HookFunction:
+    """Both functions of one hook, in this order."""
+    if first is None:
+        return last
+
+    def both(activation: Tensor) -> Tensor | None:
+        put = first(activation)
+        changed = last(activation if put is None else put)
+        return put if changed is None else changed
+
+    return both
 
 
 def _realign(view: ModelView, prompts: Prompts, cache: CacheLike, given: Any) -> dict[str, Tensor]:

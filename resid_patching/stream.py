@@ -27,6 +27,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from resid_patching.address import MLP, Address, Attn, Stream, hook_name
+from resid_patching.decomposition import require_sum
 from resid_patching.errors import AblationError
 from resid_patching.models import ModelView, exact, float64_home, require, require_finite_at
 from resid_patching.prompts import PositionIndex, Positions
@@ -214,7 +215,7 @@ class StreamReport(Result):
         survival = float(self.survival.cpu().double().nanmean())
         gap = f"{self.exactness:.1e}, {self.relative_exactness:.1e} of the largest entry summed"
         return (
-            ("intervention", self.how or "none: the clean run"),
+            ("intervention", self.how or self.provenance.intervention or "none: the clean run"),
             ("norm of the start", f"{start:.3f}"),
             ("mean survival, cos(start, last state)", f"{survival:+.4f}"),
             (f"largest |{'last write' if overwrites else 'start + all writes'} - last state|", gap),
@@ -250,7 +251,8 @@ def stream_report(
         A `StreamReport` [write, batch, pos].
 
     Raises:
-        StreamMismatchError: the model's sublayer outputs are not what it adds to the stream.
+        StreamMismatchError: the model's sublayer outputs are not what it adds to the stream, or
+            the run sets the stream itself.
         NotFiniteError: the stream is NaN or infinite at a position that is reported.
         PositionError: a prompt has no such position.
         AblationError: `how` is no intervention.
@@ -260,6 +262,7 @@ def stream_report(
             f"how is rp.WriteScale(a), rp.Overwrite() or None for the clean run; got {how!r}"
         )
     require(run.view, "stream")
+    require_sum(run)
     where = run.locate(positions)
     totals = _Totals(run.view, how, where)
     with exact():
@@ -280,7 +283,7 @@ def _run_changed(run: Run, totals: _Totals) -> None:
     for rows in run.chunks():
         width = max(run.prompts.lengths[rows])
         bound = {name: _bind(reader, rows) for name, reader in totals.readers().items()}
-        run.view.forward(run.prompts.tokens[rows, :width], bound)
+        run.view.forward(run.prompts.tokens[rows, :width], run.hooked(bound, rows))
 
 
 def _bind(reader: RowReader, rows: slice) -> Callable[[Tensor], Tensor | None]:
@@ -436,7 +439,7 @@ def _report(
         values=share,
         axes=_axes(run, positions, where, totals),
         unit="share of the stream's norm",
-        provenance=provenance(run.view, run.prompts, plan),
+        provenance=provenance(run, plan),
         how=None if how is None else str(how),
         write_norm=totals.write_norm,
         stream_norm=totals.stream_norm,

@@ -26,6 +26,7 @@ ORDER = (
     "prompts",
     "prompt_sets",
     "texts",
+    "continuation",
     "run",
     "rerun",
     "per_prompt",

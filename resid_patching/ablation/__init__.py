@@ -2,6 +2,7 @@
 
 from resid_patching.ablation.ablating import ablate, measure
 from resid_patching.ablation.effect import Effect
+from resid_patching.ablation.held import ablated
 from resid_patching.ablation.kinds import Kind, Mean, Path, Resample, Zero
 from resid_patching.ablation.linearised import Linearised, linearised_paths
 from resid_patching.ablation.sharing import Rows
@@ -20,6 +21,7 @@ __all__ = [
     "Targets",
     "Zero",
     "ablate",
+    "ablated",
     "heads",
     "linearised_paths",
     "measure",

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from resid_patching.ablation.effect import Effect
 from resid_patching.ablation.fills import Fills
+from resid_patching.ablation.held import positions_text, unheld
 from resid_patching.ablation.kinds import Kind, Path, count_prompts, require_kind
 from resid_patching.ablation.sharing import Rows, Shared, identity_of
 from resid_patching.ablation.targets import Targets, find_sites, list_targets, require_apart
@@ -142,10 +143,8 @@ def ablate(
     elif joint:
         labels = (" + ".join(labels) or "nothing",)
     axes = [Axis("target", labels), Axis("batch", tuple(range(len(run))))]
-    where = _positions_text(positions)
-    origin = provenance(
-        run.view, run.prompts, _plan(run, kind, chosen, where, joint, edges is not None)
-    )
+    where = positions_text(positions)
+    origin = provenance(run, _plan(run, kind, chosen, where, joint, edges is not None))
     team = Team() if team is None else team
     share = EVERYTHING
     if variants and (rows is not None or team.size > 1):
@@ -252,7 +251,7 @@ def variants_of(
     new = {site: fills.fill(site) for site in sites}
     groups = [sites] if joint else [[site] for site in sites]
     return [
-        tuple(Edit(site, place, new[site]) for site in group)
+        tuple(Edit(site, unheld(run, site, place), new[site]) for site in group)
         for group in groups
         for place in places
     ]
@@ -277,11 +276,3 @@ def _plan(run: Run, kind: Kind, metric: Metric, where: str, joint: bool, of_edge
         base = f"base of {count_prompts(run)}"
         return f"{kind}{together}, sent from {where}, {base}, effect on {metric}"
     return f"{kind} ablation{together} at {where}, effect on {metric}"
-
-
-def _positions_text(positions: Positions | str) -> str:
-    if positions is None:
-        return "all positions"
-    if isinstance(positions, str):
-        return "each position in turn"
-    return f"position {positions}" if isinstance(positions, int) else "one position a prompt"

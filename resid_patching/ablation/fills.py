@@ -68,15 +68,19 @@ class Fills:
             )
 
     def fill(self, site: Address) -> Fill:
+        """The function that gives a site's new values; of embeddings, new - old."""
+        new = self.value(site)
+        return self._as_change(site, new) if isinstance(site, Embed | PosEmbed) else new
+
+    def value(self, site: Address) -> Fill:
         """The function that gives a site's new values."""
         match self.kind:
             case Zero():
-                new = self._zeros(site)
+                return self._zeros(site)
             case Mean():
-                new = self._mean(site)
+                return self._mean(site)
             case Resample():
-                new = self._resampled(site)
-        return self._as_change(site, new) if isinstance(site, Embed | PosEmbed) else new
+                return self._resampled(site)
 
     def _as_change(self, site: Address, new: Fill) -> Fill:
         """Embeddings are replaced in the sum they start: the engine is given new - old."""

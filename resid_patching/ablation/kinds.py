@@ -185,4 +185,5 @@ def _named(value: Any) -> str:
 
 def count_prompts(run: Run) -> str:
     """How many prompts a run has, and which they are."""
-    return f"{len(run)} prompt{'s' * (len(run) != 1)} ({run.prompts.hash[:8]})"
+    under = "" if run.intervention is None else f" under {run.intervention}"
+    return f"{len(run)} prompt{'s' * (len(run) != 1)} ({run.prompts.hash[:8]}){under}"

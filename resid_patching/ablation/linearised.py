@@ -80,6 +80,6 @@ def linearised_paths(
         values=patched - found.baseline,
         axes=exact.axes,
         unit=exact.unit,
-        provenance=provenance(run.view, run.prompts, plan),
+        provenance=provenance(run, plan),
         exact=exact.total,
     )

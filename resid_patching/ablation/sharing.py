@@ -263,6 +263,7 @@ def identity_of(
     at = None
     if isinstance(using, Mean) and using.at is not None:
         at = _hash_of([using.reference.locate(using.at).index])
+    interventions = [one and one.intervention and one.intervention.digest() for one in (run, other)]
     return {
         "kind": str(kind),
         "metric": str(metric),
@@ -286,6 +287,7 @@ def identity_of(
         "hooks": list(origin.user_hooks),
         "torch": torch.__version__,
         "resid_patching": origin.resid_patching,
+        **({"interventions": interventions} if any(interventions) else {}),
     }
 
 

@@ -110,7 +110,14 @@ def _add_flags(parser: argparse.ArgumentParser, kind: str) -> None:
         },
     )
     add_answer_flags(parser)
-    add_flags(parser, {"--top N = 15": "rows shown"})
+    add_flags(
+        parser,
+        {
+            "--top N = 15": "rows shown",
+            "--continue N": "also print N tokens that the model writes behind each prompt, with "
+            "and without each target",
+        },
+    )
     add_rows_flag(parser)
     add_model_flags(parser)
     add_output_flags(parser)
@@ -187,6 +194,7 @@ def _read_inputs(arguments: argparse.Namespace) -> _Inputs:
             "no target was given; name one, such as attn.6 or 9.9, or --sweep heads|layers|streams"
         )
     _require_seed(arguments)
+    _require_continued(arguments)
     other = getattr(arguments, "reference", None) or getattr(arguments, "source", None)
     if arguments.text is not None:
         if arguments.prompt or arguments.prompts:
@@ -215,6 +223,16 @@ def _require_seed(arguments: argparse.Namespace) -> None:
         raise UsageError("--pairing shuffle draws at random and needs a seed, such as --seed 0")
     if pairing == "rowwise" and seed is not None:
         raise UsageError("--pairing rowwise draws nothing; leave out --seed, or give shuffle")
+
+
+def _require_continued(arguments: argparse.Namespace) -> None:
+    if getattr(arguments, "continue") is None:
+        return
+    without = {"--sweep": arguments.sweep, "--text": arguments.text}
+    if arguments.positions == "each":
+        without["--positions each"] = True
+    if given := [flag for flag, value in without.items() if value is not None]:
+        raise UsageError(f"--continue writes on once for each target, without {given[0]}")
 
 
 def _once(name: str, given: list[str] | None) -> list[str] | None:
@@ -259,6 +277,21 @@ class _Work:
             **self.sharing.options(part),
         )
 
+    def continued(self, captured: Run, kind: Any) -> Facts:
+        """What the model writes behind each prompt, as it is and with each target replaced."""
+        from resid_patching.ablation import ablated
+        from resid_patching.markup import quoted
+
+        n = getattr(self.arguments, "continue")
+        if n is None or not self.sharing.team.is_first:
+            return ()
+        targets = [self.sites] if self.arguments.joint else [[site] for site in self.sites]
+        runs = {"as it is, it says": captured}
+        for sites in targets:
+            name = f"{self.arguments.kind} {' + '.join(map(str, sites))}"
+            runs[name] = ablated(captured, sites, kind, positions=self.arguments.positions)
+        return tuple((k, tuple(map(quoted, run.generate(n).texts))) for k, run in runs.items())
+
 
 def _on_prompts(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, Facts]:
     from resid_patching.run import capture
@@ -273,8 +306,10 @@ def _on_prompts(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, 
         other = capture(view, inputs.other, prepend_bos=arguments.prepend_bos)
     metric = new_metric(inputs.metric, shared(inputs.answers), shared(inputs.foils), on_text=False)
     work.progress.expect(len(prompts))
-    effect = work.ablate(captured, _kind(arguments, other), metric)
-    return effect, token_facts(captured.prompts.token_texts)
+    kind = _kind(arguments, other)
+    effect = work.ablate(captured, kind, metric)
+    facts = token_facts(captured.prompts.token_texts)
+    return effect, (*facts, *work.continued(captured, kind))
 
 
 def _on_text(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, Facts]:

@@ -239,8 +239,9 @@ def _columns(lens: TunedLens) -> dict[str, list[Any]]:
 def _origin(view: ModelView) -> Any:
     from resid_patching.prompts import prepare
     from resid_patching.result import provenance
+    from resid_patching.run import Run
 
-    return provenance(view, prepare(view, [[0]]), "fit")
+    return provenance(Run(view, prepare(view, [[0]])), "fit")
 
 
 def _source(arguments: argparse.Namespace) -> str:

@@ -448,7 +448,7 @@ class LensReadout(Shown):
 
     def _provenance(self, plan: str) -> Any:
         plan += ", norm recomputed at each layer"
-        return provenance(self.run.view, self.run.prompts, plan)
+        return provenance(self.run, plan)
 
 
 class _Cells:

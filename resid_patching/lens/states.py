@@ -83,7 +83,7 @@ def read_chunk(run: Run, addresses: Sequence[Address], rows: slice) -> StateChun
     wanted = list(dict.fromkeys([*addresses, last_state(view)]))
     held: dict[Address, Tensor] = {}
     readers = {hook_name(a): _keeper(held, a) for a in wanted} if run.cache is None else {}
-    logits = view.forward(prompts.tokens[rows, :width], readers)
+    logits = view.forward(prompts.tokens[rows, :width], run.hooked(readers, rows))
     if run.cache is not None:
         run.require_own_cache()
         held = _from_cache(run, wanted, rows, width)

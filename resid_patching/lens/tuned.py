@@ -308,7 +308,7 @@ class TunedLens(Shown, nn.Module):
         plan = f"layer transfer of the tuned lens{self.mark(run.view)}"
         plan += f", mean over {int(where.valid.sum())} tokens"
         axes = (Axis("translator", self.labels), Axis("layer", self.labels))
-        return Result(torch.stack(rows), axes, "nats", provenance(run.view, run.prompts, plan))
+        return Result(torch.stack(rows), axes, "nats", provenance(run, plan))
 
     def _with_one_translator(self, readout: LensReadout, number: int) -> LensReadout:
         n_layers = len(self.weight)

@@ -27,7 +27,6 @@ from resid_patching.models import HookFunction, ModelView, take
 from resid_patching.paths.closed import MLPs
 from resid_patching.paths.receivers import site_of
 from resid_patching.rerun import Changes, Chunk, Edit, Variant
-from resid_patching.rerun.replay import hook_changes
 
 
 def read_hooked(
@@ -98,14 +97,16 @@ def _hooks(
     Of an MLP what it makes of its own input is read, so there the reading comes first.
     """
     frozen = {name: chunk.clean.acts[name] for name in _frozen(chunk, senders, mlps)}
-    changes = hook_changes(chunk.view, senders, chunk.rows)
+    changes = chunk.clean.hooks(senders)
+    put = chunk.clean.hooks([()] * len(senders))  # by the run's intervention
     n_prompts, n = len(chunk.clean), len(senders)
     writes = {hook_name(MLP(layer)) for layer in range(chunk.view.n_layers)}
 
     def step(name: str) -> HookFunction:
         def run(activation: Tensor) -> Tensor | None:
             if name in names and name in writes:
-                seen[name] = activation.detach().clone()
+                own = put[name](activation) if name in put else None
+                seen[name] = (activation if own is None else own).detach().clone()
             new = activation
             if name in frozen:
                 new = frozen[name].expand(n_prompts, *frozen[name].shape[1:])

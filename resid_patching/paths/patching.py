@@ -35,11 +35,13 @@ from resid_patching.rerun import (
     Route,
     Share,
     Variant,
+    acts_from,
     chunks,
     hooks_to_keep,
     may_be_plain,
     put_together,
     require_acting,
+    stage,
 )
 from resid_patching.run import Run
 
@@ -143,13 +145,15 @@ def is_closed(
     """
     if chunk.plain is None or not all(map(chunk.deltas.closed, senders)):
         return False
+    if acts_from(chunk.clean.held, min(stage(e.site) for sender in senders for e in sender)):
+        return False  # the run's intervention acts on the way
     last = Stream(chunk.view.n_layers - 1, "post")
     layers = [site.layer for end in ends.all if (site := site_of(chunk.view, end)) != last]
     if whole:
         return chunk.repeats(0, torch.zeros_like(chunk.read_at[:, 0]))
     if not layers:
         return True
-    index = senders[0][0].positions.index[chunk.rows].to(chunk.view.device)
+    index = _positions(chunk, senders)
     first = torch.where(index < 0, chunk.clean.width, index).amin(1)
     return chunk.repeats(min(layers), first)
 
@@ -183,7 +187,7 @@ class _Work:
         self.chunk, self.view, self.share, self.closed = chunk, chunk.view, share, closed
         self.senders, self.ends, self.frozen, self.wanted = senders, ends, frozen, wanted
         self.mlps: MLPs = mlps
-        self.index = senders[0][0].positions.index[chunk.rows].to(self.view.device)
+        self.index = _positions(chunk, senders)
         if closed and all(map(self._is_last, ends.sets)):  # no positions matter but those read
             read_at = chunk.read_at
             is_sent = (read_at[:, :, None] == self.index[:, None]).any(2)
@@ -339,6 +343,13 @@ def even_parts(n: int, limit: int) -> Iterator[slice]:
     n_parts = -(-n // limit)
     for number in range(n_parts):
         yield slice(n * number // n_parts, n * (number + 1) // n_parts)
+
+
+def _positions(chunk: Chunk, senders: Sequence[Variant]) -> Tensor:
+    """Where any sender is replaced [rows, positions], -1 where a prompt has no position."""
+    places = {edit.positions for sender in senders for edit in sender}
+    found = torch.stack([place.index[chunk.rows] for place in places]).amax(0)
+    return found.to(chunk.view.device)
 
 
 def _constant(values: Tensor) -> Fill:

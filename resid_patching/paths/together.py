@@ -135,6 +135,11 @@ class Hearing:
 
     def _require_own(self, layer: int) -> None:
         chunk = self.chunk
+        if chunk.clean.held:
+            raise UnsupportedModelError(
+                "edges of a run that carries an intervention are replaced one at a time, not "
+                "together; leave out joint=True"
+            )
         closed = chunk.plain is not None and all(
             chunk.deltas.closed_site(put.site) for put in self.puts
         )
@@ -195,7 +200,7 @@ class Hearing:
         put = dataclasses.replace(self.puts[number], old=value)
         delta, positions = self.apart[number : number + 1], self.chunk.clean.positions
         stage = self.chunk.clean.stage(put.site)
-        self.chunk.deltas.through(delta, [put], stage, positions)
+        self.chunk.deltas.through(delta, [put], [], stage, positions)
 
     def _heard(self, receivers: Sequence[Receiver], x: Tensor) -> Tensor:
         """The stream as each receiver hears it [receiver, rows, pos, d_model]."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from resid_patching.attention import AttentionPatterns
-from resid_patching.plots.base import heading_of
+from resid_patching.plots.base import heading_of, under
 from resid_patching.plots.grids import Grid, draw_grids
 from resid_patching.result import Axis
 
@@ -53,5 +53,5 @@ def attention(
     if len(drawn) < len(patterns.heads):
         details.append(f"the first {len(drawn)} of {len(patterns.heads)} heads")
     first = f"Attention pattern of {', '.join(drawn)}" if len(drawn) < 8 else "Attention patterns"
-    heading = heading_of(first, patterns.unit, *details)
+    heading = heading_of(first, patterns.unit, *details, *under(patterns))
     return draw_grids(grids, patterns.unit, heading, signed=False, end=1.0)

@@ -137,6 +137,12 @@ def over_prompts(result: Result) -> str:
     return f"mean over {n} prompts" if n > 1 else "one prompt"
 
 
+def under(result: Result) -> tuple[str, ...]:
+    """The intervention of the run that was read, for a title; nothing for a plain run."""
+    text = result.provenance.intervention
+    return (f"under {text}",) if text else ()
+
+
 def bar_size(height: int) -> dict[str, Any]:
     """A colour bar no longer than one grid, in pixels, and no longer than the eye needs."""
     return {"lenmode": "pixels", "len": max(100, min(300, height + 20)), "y": 1, "yanchor": "top"}

@@ -13,7 +13,7 @@ from resid_patching.ablation import Effect
 from resid_patching.address import Head, HeadInput, HeadNode, Neuron, parse
 from resid_patching.attribution import Attribution
 from resid_patching.errors import AddressError
-from resid_patching.plots.base import heading_of, mean, over_prompts
+from resid_patching.plots.base import heading_of, mean, over_prompts, under
 from resid_patching.plots.grids import Grid, draw_grids
 from resid_patching.result import Axis, Result, place_of
 
@@ -191,7 +191,7 @@ def about_effect(effect: Effect) -> tuple[str, ...]:
     """Kind of ablation, place and prompts, for a title."""
     over = effect.averaged or "one prompt"
     joint = " (targets together)" if effect.joint else ""
-    return f"{effect.how}{joint}, at {effect.positions}", over
+    return f"{effect.how}{joint}, at {effect.positions}", over, *under(effect)
 
 
 def _heading(result: Result, of: Of, title: str | None) -> list[str]:
@@ -215,8 +215,8 @@ def what_is_scored(found: Attribution) -> str:
         return found.provenance.plan
     foil = f'"{foils.pop()}"' if foils else "the vocabulary mean"
     plan = f'direct logit attribution by {found.by}, "{answers.pop()}" against {foil}'
-    capped = found.capped_value is not None
-    return f"{plan}, before the output softcap" if capped else plan
+    capped = ("before the output softcap",) if found.capped_value is not None else ()
+    return ", ".join([plan, *capped, *under(found)])
 
 
 def _others(found: Attribution) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from resid_patching.lens.readout import LensReadout
 from resid_patching.lens.results import LensResult, TopTokens
 from resid_patching.plots.bars import lines_by_depth
-from resid_patching.plots.base import CHARACTER, heading_of, literal, quoted
+from resid_patching.plots.base import CHARACTER, heading_of, literal, quoted, under
 from resid_patching.plots.grids import Grid, draw_grids
 from resid_patching.result import Axis
 
@@ -82,6 +82,7 @@ def trajectory(
         "norm recomputed at each layer",
         f"prompt {batch}",
         "the last row is the model's own output",
+        *under(tops[0]),
     )
     end = 1.0 if shade == "probability" else None
     cell = _cell_width(tops, tokens, batch)
@@ -170,7 +171,11 @@ def lens_by_layer(
     n, prompts = int((~first.values[0].isnan()).sum()), first.provenance.n_prompts
     over = f"mean over {n} positions of {prompts} prompt{'s' * (prompts > 1)}"
     heading = heading_of(
-        f"{words[quantity]} by layer", "nats", over, "norm recomputed at each layer"
+        f"{words[quantity]} by layer",
+        "nats",
+        over,
+        "norm recomputed at each layer",
+        *under(first),
     )
     return lines_by_depth(columns, readouts[0].labels, heading, "nats")
 

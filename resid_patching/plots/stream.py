@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from resid_patching.plots.bars import depth_axis, depth_width, least_depth
-from resid_patching.plots.base import SERIES, lay_out, listed, literal, require_plotly
+from resid_patching.plots.base import SERIES, lay_out, listed, literal, require_plotly, under
 from resid_patching.stream import StreamReport
 
 if TYPE_CHECKING:
@@ -59,11 +59,12 @@ def stream(report: StreamReport) -> plotly.graph_objects.Figure:
         figure.add_trace(line, row=row, col=1)
     n = int(frame["n"].iloc[0])
     over = f"mean over {n} positions" if n > 1 else "one position"
+    changes = [*([report.how] if report.how else []), *under(report)] or ["clean"]
     width = depth_width(len(writes))
     lay_out(
         figure,
         [
-            f"The running total, {report.how or 'clean'}",
+            ", ".join(["The running total", *changes]),
             f"norms in the stream's own unit, share and cosine without unit; {over}",
         ],
         width=width,

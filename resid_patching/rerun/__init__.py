@@ -5,6 +5,7 @@ from resid_patching.rerun.clean import hooks_to_keep, take_rows
 from resid_patching.rerun.edits import (
     Edit,
     Fill,
+    HeldEdit,
     Variant,
     clean_hook,
     require_acting,
@@ -13,6 +14,7 @@ from resid_patching.rerun.edits import (
     stage,
 )
 from resid_patching.rerun.engine import Chunk, Rerun, chunks, may_be_plain, rerun
+from resid_patching.rerun.held import Held, acts_from, held_in
 from resid_patching.rerun.plain import NotPlain
 from resid_patching.rerun.scores import Reading
 from resid_patching.rerun.share import EVERYTHING, Piece, Route, Share, put_together
@@ -23,6 +25,8 @@ __all__ = [
     "Chunk",
     "Edit",
     "Fill",
+    "Held",
+    "HeldEdit",
     "NotPlain",
     "Piece",
     "Put",
@@ -31,8 +35,10 @@ __all__ = [
     "Route",
     "Share",
     "Variant",
+    "acts_from",
     "chunks",
     "clean_hook",
+    "held_in",
     "hooks_to_keep",
     "may_be_plain",
     "put_together",

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from resid_patching.address import Address, Head, HeadInput, HeadNode
+from resid_patching.address import Address, Embed, Head, HeadInput, HeadNode, PosEmbed
 from resid_patching.rerun.clean import Clean
 from resid_patching.rerun.edits import Variant
 
@@ -81,9 +81,7 @@ class Put:
 
     def cells(self, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Where its positions stand among others [rows, m]: rows, places in m, places in n."""
-        same = (at[:, :, None] == self.index[:, None]) & (self.index >= 0)[:, None]
-        row, place, column = same.nonzero(as_tuple=True)
-        return row, place, column
+        return _cells(self.index, at)
 
     def set(self, target: Tensor, at: Tensor) -> None:
         """Sets its values in [variant, rows, m, ...], whose rows stand at [rows, m], in place."""
@@ -96,6 +94,31 @@ class Put:
         row, place, column = self.cells(at)
         numbers = self.numbers.to(target.device)[:, None]
         target[numbers, row, place] += change[:, row, column].to(target.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Pin:
+    """A site that the run's own intervention holds at some positions, in every variant.
+
+    Attributes:
+        site: what is held.
+        index: positions [rows, n], -1 where a prompt has none.
+        value: what it is held at [rows, n, ...].
+    """
+
+    site: Address
+    index: Tensor
+    value: Tensor
+
+    def set(self, target: Tensor, at: Tensor) -> None:
+        """Sets its value in [variant, rows, m, ...], whose rows stand at [rows, m], in place."""
+        row, place, column = _cells(self.index, at)
+        target[:, row, place] = self.value[row, column].to(target.dtype)
+
+    def clear(self, change: Tensor, at: Tensor) -> None:
+        """Sets a change [variant, rows, m, ...] to zero where the site is held, in place."""
+        row, place, _ = _cells(self.index, at)
+        change[:, row, place] = 0
 
 
 class Changes:
@@ -122,6 +145,12 @@ class Changes:
             numbers = torch.tensor([number for number, _ in items])
             put = Put(site, numbers, index, values, clean.old(site, index))
             self.puts[clean.stage(site)].append(put)
+        self.pins: dict[Stage, list[Pin]] = defaultdict(list)
+        for edit in clean.held:
+            if not isinstance(edit.site, Embed | PosEmbed):  # nothing behind them changes these
+                index = edit.positions.index[clean.rows].to(clean.view.device)
+                pin = Pin(edit.site, index, clean.old(edit.site, index))
+                self.pins[clean.stage(edit.site)].append(pin)
 
     @cached_property
     def first_moved(self) -> Tensor:
@@ -174,3 +203,10 @@ class Changes:
                 if any(mine):
                     found.setdefault(key, []).append(put.of(torch.tensor(mine)))
         return found
+
+
+def _cells(index: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where positions [rows, n] stand among others [rows, m]: rows, places in m, places in n."""
+    same = (at[:, :, None] == index[:, None]) & (index >= 0)[:, None]
+    row, place, column = same.nonzero(as_tuple=True)
+    return row, place, column

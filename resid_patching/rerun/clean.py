@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from resid_patching.address import (
 )
 from resid_patching.models import HookFunction, require_finite_at, take
 from resid_patching.rerun.edits import Variant, clean_hook, site_value, stage
-from resid_patching.rerun.replay import BlockCalls
+from resid_patching.rerun.held import beside, held_in
+from resid_patching.rerun.replay import BlockCalls, hook_changes
 from resid_patching.run import Run
 
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -37,6 +38,7 @@ class Clean:
         rows: which prompts of the batch.
         width: positions, padding included.
         acts: activations by hook name [rows, pos, ...].
+        held: the edits that the run carries; they were on.
         calls: what each block was called with.
         logits: the model's own logits, where the pass was whole or only some are read
             [rows, n, d_vocab].
@@ -61,9 +63,10 @@ class Clean:
         self.lengths = torch.tensor(lengths, device=run.prompts.tokens.device)
         self.tokens = run.prompts.tokens[rows, : self.width]
         self.acts: dict[str, Tensor] = {}
+        self.held = held_in(run)
         self.calls = BlockCalls(run.view)
         self.logits = torch.empty(0)
-        readers = {name: self._keeper(name) for name in names}
+        readers = run.hooked({name: self._keeper(name) for name in names}, rows)
 
         def forward() -> None:
             if read_at is not None and not read_at.numel():
@@ -115,6 +118,17 @@ class Clean:
             self.acts[name] = activation.detach().clone()
 
         return keep
+
+    def hooks(
+        self, variants: Sequence[Variant], layers: range | None = None
+    ) -> dict[str, HookFunction]:
+        """Hook functions that make the edits of a stack of variants, and those of the run.
+
+        Args:
+            variants: the edits of each variant.
+            layers: the blocks that are called alone; None where the model runs whole.
+        """
+        return hook_changes(self.view, beside(self.held, variants, layers), self.rows)
 
     def act(self, address: Address) -> Tensor:
         """The activation at an address's hook [rows, pos, ...]."""
@@ -175,7 +189,7 @@ def hooks_to_keep(run: Run, variants: Iterable[Variant]) -> set[str]:
     view = run.view
     states = {hook_name(Stream(layer, "pre")) for layer in range(view.n_layers)}
     states.add(hook_name(Stream(view.n_layers - 1, "post")))
-    for variant in variants:
+    for variant in (*variants, held_in(run)):
         for edit in variant:
             name = clean_hook(edit.site)
             if name is not None:

@@ -9,7 +9,7 @@ stage plus this change, the model is run again. And it is the direct effect:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,21 +20,22 @@ from resid_patching.address import (
     Address,
     Attn,
     AttnBias,
+    Embed,
     Head,
     HeadInput,
     HeadNode,
     Input,
     MLPBias,
     Neuron,
+    PosEmbed,
     Stream,
     hook_name,
 )
 from resid_patching.models import report, take
-from resid_patching.rerun.changes import Changes, Put, Stage
+from resid_patching.rerun.changes import Changes, Pin, Put, Stage
 from resid_patching.rerun.clean import Clean, take_rows
 from resid_patching.rerun.edits import Variant, is_inside_attention, stage
 from resid_patching.rerun.plain import PlainBlocks
-from resid_patching.rerun.replay import hook_changes
 
 _ATTENTION = (Head, HeadInput, HeadNode, Attn, AttnBias)
 _MLP = (Neuron, MLP, MLPBias)
@@ -91,43 +92,62 @@ class Deltas:
     def direct(self, changes: Changes, at: Tensor) -> Tensor:
         """The change of the last state [variant, rows, m, d_model] at positions [rows, m]."""
         delta = self._none(changes.n, at)
-        for key in sorted(changes.puts):
-            delta = self.through(delta, changes.puts[key], key, at)
+        for key in sorted({*changes.puts, *changes.pins}):
+            self.through(delta, changes.puts.get(key, []), changes.pins.get(key, []), key, at)
         return delta
 
     def starting(self, changes: Changes, key: Stage, at: Tensor) -> Tensor:
         """The change behind a stage in the variants that start there, as `direct`."""
         puts, numbers = changes.starting(key)
-        return self.through(self._none(len(numbers), at), puts, key, at)
+        delta = self._none(len(numbers), at)
+        self.through(delta, puts, changes.pins.get(key, []), key, at)
+        return delta
 
     def _none(self, n: int, at: Tensor) -> Tensor:
         shape = (n, *at.shape, self.view.d_model)
         return torch.zeros(shape, dtype=self.view.compute_dtype, device=self.view.device)
 
-    def through(self, delta: Tensor, puts: list[Put], key: Stage, at: Tensor) -> Tensor:
+    def through(
+        self, delta: Tensor, puts: list[Put], pins: list[Pin], key: Stage, at: Tensor
+    ) -> None:
         """A change before a stage -> behind it, in place, what is before the stage else frozen.
 
-        A layer is never replaced together with a part of it.
+        A layer is never replaced together with a part of it; one that is held gives way to its own
+        replacement alone.
         """
         if key[1] in (1, 3):
-            self.write(delta, [put for put in puts if isinstance(put.site, _ATTENTION)], key[0], at)
-            self.write(delta, [put for put in puts if isinstance(put.site, _MLP)], key[0], at)
-            return delta
+            for types, whole in ((_ATTENTION, Attn), (_MLP, MLP)):
+                held = [pin for pin in pins if isinstance(pin.site, whole)]
+                change = torch.zeros_like(delta) if held else delta
+                mine = [put for put in puts if isinstance(put.site, types)]
+                parts = [put for put in mine if not isinstance(put.site, whole)]
+                self.write(change, parts, key[0], at, pins)
+                for pin in held:
+                    pin.clear(change, at)
+                wholes = [put for put in mine if isinstance(put.site, whole)]
+                self.write(change, wholes, key[0], at)
+                if held:
+                    delta += change
+            return
         # A state is what it is set to, whatever the embeddings before it were changed to.
-        for put in sorted(puts, key=lambda put: isinstance(put.site, Stream | Input)):
+        for put in puts:
+            if isinstance(put.site, Embed | PosEmbed):
+                put.add(delta, at, put.values)
+        for pin in pins:
+            pin.clear(delta, at)
+        for put in puts:
             if isinstance(put.site, Stream | Input):
                 put.with_values(put.difference).set(delta, at)
-            else:
-                put.add(delta, at, put.values)
-        return delta
 
-    def write(self, delta: Tensor, puts: list[Put], layer: int, at: Tensor) -> None:
+    def write(
+        self, delta: Tensor, puts: list[Put], layer: int, at: Tensor, pins: Sequence[Pin] = ()
+    ) -> None:
         """Adds the change of one sublayer's write, in closed form, in place."""
         inside = [put for put in puts if is_inside_attention(put.site)]
         heads = [put for put in puts if _is_z(put)]
         if inside:
             mixed = {number for put in inside for number in put.numbers.tolist()}
-            self._through_attention(delta, inside, _within(heads, mixed), layer, at)
+            self._through_attention(delta, inside, _within(heads, mixed), pins, layer, at)
             everyone = {number for put in heads for number in put.numbers.tolist()}
             heads = _within(heads, everyone - mixed)
         for put in heads:
@@ -143,7 +163,13 @@ class Deltas:
         return weight.detach().to(self.view.compute_dtype)
 
     def _through_attention(
-        self, change: Tensor, inside: list[Put], heads: list[Put], layer: int, at: Tensor
+        self,
+        change: Tensor,
+        inside: list[Put],
+        heads: list[Put],
+        pins: Sequence[Pin],
+        layer: int,
+        at: Tensor,
     ) -> None:
         """Adds what other q, k, v or patterns change of an attention layer's write.
 
@@ -175,6 +201,16 @@ class Deltas:
                 mine = self._at_pairs(put, pairs, put.head)
                 mixed = torch.einsum("kbnp,kbpd->kbnd", put.values.to(z), parts["v"][mine.numbers])
                 mine.with_values(mixed).set(z, at)
+        for pin in pins:
+            if (
+                isinstance(pin.site, Head)
+                or isinstance(pin.site, HeadNode)
+                and pin.site.which == "z"
+            ):
+                mine = (touched == pin.site.head).nonzero()[:, 0]
+                held = z[mine]
+                pin.set(held, at)
+                z[mine] = held
         for put in heads:
             self._at_pairs(put, pairs, put.head).set(z, at)
         own = take(clean.act(Head(layer, 0)), at)[:, :, touched].permute(2, 0, 1, 3)
@@ -215,10 +251,10 @@ class Deltas:
         """The direct change [rows, m, d_model] where it has no closed form: read at hooks."""
         changes = Changes(self.clean, [variant])
         delta = self._none(1, at)
-        for key in sorted(changes.puts):
+        for key in sorted({*changes.puts, *changes.pins}):
             edits = tuple(edit for edit in variant if self.clean.stage(edit.site) == key)
             if self.closed(edits):
-                delta = self.through(delta, changes.puts[key], key, at)
+                self.through(delta, changes.puts.get(key, []), changes.pins.get(key, []), key, at)
             else:
                 for writer in (Attn(key[0]), MLP(key[0])):
                     part = tuple(e for e in edits if stage(e.site) == stage(writer))
@@ -230,7 +266,9 @@ class Deltas:
         """The change of one sublayer's write, read at its hook while the model computes it."""
         clean, view = self.clean, self.view
         name = hook_name(writer)
-        changes = hook_changes(view, [edits], clean.rows)
+        changes = clean.hooks(
+            [edits], range(writer.layer, writer.layer + 1) if self.replays() else None
+        )
         seen: list[Tensor] = []
         edit_write = changes.pop(name, None)
 
@@ -248,7 +286,7 @@ class Deltas:
         return clean.ours(seen[-1]) - clean.ours(clean.act(writer))
 
 
-def _is_z(put: Put) -> bool:
+def _is_z(put: Put | Pin) -> bool:
     is_node = isinstance(put.site, HeadNode) and put.site.which == "z"
     return is_node or isinstance(put.site, Head)
 

@@ -65,6 +65,17 @@ class Edit:
 Variant = tuple[Edit, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class HeldEdit(Edit):
+    """An edit that is on whenever a run's model runs. Of embeddings, too, fill gives new values.
+
+    Attributes:
+        goes_on: whether it also acts on tokens that are written behind the prompts.
+    """
+
+    goes_on: bool
+
+
 def stage(site: Address) -> tuple[int, int]:
     """The (layer, stage) at which a site acts.
 

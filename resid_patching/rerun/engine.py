@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from resid_patching.address import HeadNode
+from resid_patching.address import HeadNode, Stream, hook_name
 from resid_patching.errors import ReadoutMismatchError, UnsupportedModelError
 from resid_patching.models import READOUT_TOLERANCE, Memory, ModelView, exact, note_on_hooks, take
 from resid_patching.rerun.changes import Changes, Stage
@@ -33,7 +33,6 @@ from resid_patching.rerun.clean import Clean, hooks_to_keep, take_rows
 from resid_patching.rerun.deltas import Deltas
 from resid_patching.rerun.edits import Variant, require_acting, stage
 from resid_patching.rerun.plain import NotPlain, PlainBlocks, Weights
-from resid_patching.rerun.replay import hook_changes
 from resid_patching.rerun.scores import Reading, Scores
 from resid_patching.rerun.share import EVERYTHING, Piece, Route, Share, put_together
 from resid_patching.rerun.walk import Walk
@@ -244,7 +243,7 @@ class Chunk:
 
     def _own_logits(self) -> Tensor:
         if not self.clean.logits.numel():
-            self.clean.logits = self.view.forward(self.clean.tokens, {})
+            self.clean.logits = self.view.forward(self.clean.tokens, self.clean.hooks([()]))
         return self.clean.logits
 
     def evaluate(
@@ -312,7 +311,7 @@ class Chunk:
         if route == "replay":
             return self.score(self._replayed(stack))
         tokens = self.clean.tokens.repeat(len(stack), 1)
-        logits = self.view.forward(tokens, hook_changes(self.view, stack, self.rows))
+        logits = self.view.forward(tokens, self.clean.hooks(stack))
         return self._score_logits(logits.unflatten(0, (len(stack), len(self.clean))))
 
     # Stacks
@@ -344,12 +343,9 @@ class Chunk:
     def _is_walked(self, variant: Variant) -> bool:
         """Whether our blocks can put all of it in: a pattern only where the variant starts."""
         start = self._start(variant)
-        return not any(
-            isinstance(edit.site, HeadNode)
-            and edit.site.which == "pattern"
-            and self.clean.stage(edit.site) != start
-            for edit in variant
-        )
+        behind = [e.site for e in variant if self.clean.stage(e.site) != start]
+        behind += [e.site for e in self.clean.held if self.clean.stage(e.site) >= start]
+        return not any(isinstance(s, HeadNode) and s.which == "pattern" for s in behind)
 
     def _n_rows(self, variant: Variant) -> int:
         first = self._first_changed(variant)
@@ -439,10 +435,20 @@ class Chunk:
             return all(
                 self.clean.agree(half, clean.after(layer, "post"))
                 for layer in range(self.view.n_layers)
-                for half in clean.calls.call(layer, clean.act_pre(layer).repeat(2, 1, 1)).chunk(2)
+                for half in self._twice(layer).chunk(2)
             )
         except _NOT_CALLABLE:
             return False
+
+    def _twice(self, layer: int) -> Tensor:
+        """A block on two copies of its clean input -> what the next block reads."""
+        clean, nothing = self.clean, [(), ()]
+        with self.view.watched(clean.hooks(nothing, range(layer, layer + 1))):
+            after = clean.calls.call(layer, clean.act_pre(layer).repeat(2, 1, 1))
+        put = clean.hooks(nothing, range(layer + 1, layer + 2))
+        put = put.get(hook_name(Stream(layer + 1, "pre")), lambda states: None)
+        changed = put(after)
+        return after if changed is None else changed
 
     @functools.cached_property
     def _stacks_whole(self) -> bool:
@@ -456,13 +462,14 @@ class Chunk:
         """
         own = take(self._own_logits(), self.read_at)
         try:
-            stacked = self.view.forward(self.clean.tokens.repeat(2, 1), {})
+            stacked = self.view.forward(self.clean.tokens.repeat(2, 1), self.clean.hooks([(), ()]))
             if all(self._agree_logits(half, own) for half in stacked.chunk(2)):
                 return True
         except Exception:  # of a hook; if it is no matter of the number of prompts, it comes again
             if not self.view.user_hooks():
                 raise
-        if not self._agree_logits(self.view.forward(self.clean.tokens, {}), own):
+        again = self.view.forward(self.clean.tokens, self.clean.hooks([()]))
+        if not self._agree_logits(again, own):
             raise UnsupportedModelError(
                 f"two equal runs of {self.view.name} ({self.view.kind}) differ, so the effect of a "
                 "change cannot be told from chance. Take off what is random or remembers earlier "
@@ -490,7 +497,7 @@ class Chunk:
         view, clean = self.view, self.clean
         first = min(stage(edit.site)[0] for variant in stack for edit in variant)
         states = clean.act_pre(first).repeat(len(stack), 1, 1)
-        with view.watched(hook_changes(view, stack, self.rows)):
+        with view.watched(clean.hooks(stack, range(first, view.n_layers))):
             for layer in range(first, view.n_layers):
                 states = clean.calls.call(layer, states)
         states = states.unflatten(0, (len(stack), len(clean)))

@@ -31,7 +31,7 @@ from resid_patching.address import (
     hook_name,
 )
 from resid_patching.models import HookFunction, ModelView
-from resid_patching.rerun.edits import Edit, Variant
+from resid_patching.rerun.edits import Edit, HeldEdit, Variant
 
 Change = Callable[[Tensor], Tensor]
 
@@ -115,10 +115,11 @@ class _HookChanges:
         self.view = view
         self.rows = rows
         self.n_prompts = rows.stop - rows.start
+        self.n_rows = self.n_prompts * len(variants)
         # Within one hook the order is: embeddings or whole writes, biases, the state they lead to.
         self.changes: dict[str, list[tuple[int, Change]]] = defaultdict(list)
-        self.pre: dict[int, Tensor] = {}
-        self.reads_pre: set[int] = set()
+        self.read: set[str] = set()
+        self.seen: dict[str, Tensor] = {}
         for number, variant in enumerate(variants):
             for edit in variant:
                 self._add(number, edit)
@@ -126,22 +127,20 @@ class _HookChanges:
     def functions(self) -> dict[str, HookFunction]:
         """One function a hook."""
         found: dict[str, HookFunction] = {}
-        for layer in self.reads_pre:
-            self.changes.setdefault(hook_name(Stream(layer, "pre")), [])
+        for name in self.read:
+            self.changes.setdefault(name, [])
         for name, changes in self.changes.items():
             found[name] = self._function(name, [c for _, c in sorted(changes, key=lambda x: x[0])])
         return found
 
     def _function(self, name: str, changes: list[Change]) -> HookFunction:
-        reading = {hook_name(Stream(layer, "pre")): layer for layer in self.reads_pre}
-
         def change(activation: Tensor) -> Tensor | None:
-            if changes:
-                activation = activation.clone()
+            if changes:  # a position embedding may come once for all prompts
+                activation = activation.expand(self.n_rows, *activation.shape[1:]).clone()
                 for apply in changes:
                     apply(activation)
-            if name in reading:
-                self.pre[reading[name]] = activation
+            if name in self.read:
+                self.seen[name] = activation
             return activation if changes else None
 
         return change
@@ -154,12 +153,14 @@ class _HookChanges:
             case MLPBias(layer):
                 bias = self.view.b_out(layer).detach()
                 self._put(hook_name(MLP(layer)), 1, self._shifting(number, edit, bias))
-            case Embed() | PosEmbed():
+            case Embed() if isinstance(edit, HeldEdit):
+                self._put(hook_name(Stream(0, "pre")), -1, self._starting(number, edit))
+            case Embed() | PosEmbed() if not isinstance(edit, HeldEdit):
                 self._put(hook_name(Stream(0, "pre")), -1, self._moving_start(number, edit))
             case Stream(layer, "mid"):
                 # TransformerBridge's hook_resid_mid reaches the MLP but not the skip path, so the
                 # state is set by what the attention layer adds.
-                self.reads_pre.add(layer)
+                self.read.add(hook_name(Stream(layer, "pre")))
                 self._put(hook_name(Attn(layer)), 2, self._reaching(number, edit, layer))
             case _:
                 self._put(hook_name(edit.site), 0, self._setting(number, edit))
@@ -181,8 +182,9 @@ class _HookChanges:
             row, position, values = self._where(number, edit, activation.device)
             values = values.to(activation.dtype)
             match edit.site:
-                case HeadNode(_, head, "pattern"):
-                    activation[row, head, position] = values
+                case HeadNode(_, head, "pattern"):  # a prompt may have been continued
+                    n_new = activation.shape[-1] - values.shape[-1]
+                    activation[row, head, position] = torch.nn.functional.pad(values, (0, n_new))
                 case Head(_, head) | HeadNode(_, head, _) | HeadInput(_, head, _):
                     activation[row, position, head] = values
                 case Neuron(_, index):
@@ -208,8 +210,24 @@ class _HookChanges:
     def _reaching(self, number: int, edit: Edit, layer: int) -> Change:
         def apply(activation: Tensor) -> Tensor:
             row, position, values = self._where(number, edit, activation.device)
-            before = self.pre[layer][row, position]
+            before = self.seen[hook_name(Stream(layer, "pre"))][row, position]
             activation[row, position] = values.to(activation.dtype) - before
+            return activation
+
+        return apply
+
+    def _starting(self, number: int, edit: Edit) -> Change:
+        """The stream's start: a new embedding, beside the position embedding that is there."""
+        name = hook_name(PosEmbed())
+        if self.view.has_pos_embed:
+            self.read.add(name)
+
+        def apply(activation: Tensor) -> Tensor:
+            row, position, values = self._where(number, edit, activation.device)
+            if self.view.has_pos_embed:
+                beside = self.seen[name].expand(self.n_rows, *self.seen[name].shape[1:])
+                values = values + beside[row, position].to(values)
+            activation[row, position] = values.to(activation.dtype)
             return activation
 
         return apply

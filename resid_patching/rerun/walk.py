@@ -22,7 +22,7 @@ from resid_patching.address import (
     Stream,
     hook_name,
 )
-from resid_patching.rerun.changes import Changes, Put, Stage
+from resid_patching.rerun.changes import Changes, Pin, Put, Stage
 from resid_patching.rerun.clean import Clean, take_rows
 from resid_patching.rerun.deltas import Deltas
 from resid_patching.rerun.plain import PlainBlocks
@@ -140,13 +140,14 @@ class Walk:
             new.append(state + self.deltas.starting(self.changes, key, at))
         return torch.cat(new if x is None else [x, *new])
 
-    # Values that are put in behind a variant's first stage
+    # Values that are put in behind a variant's first stage, and what the run's intervention holds
 
-    def _later(self, site: Address) -> list[Put]:
-        """What is put at the sites of one hook, in rows of the stack."""
-        shift = self.control is not None
-        puts = self.changes.later.get(self.clean.stage(site), [])
-        return [put.renumbered(put.numbers + shift) for put in puts]
+    def _later(self, site: Address) -> list[Pin | Put]:
+        """What is put at the sites of one stage, in rows of the stack; what is held comes first."""
+        key, shift = self.clean.stage(site), self.control is not None
+        puts = self.changes.later.get(key, [])
+        own = [put.renumbered(put.numbers + shift) for put in puts]
+        return [*self.changes.pins.get(key, []), *own]
 
     def _put(self, target: Tensor, site: Address, at: Tensor) -> None:
         for put in self._later(site):
@@ -158,7 +159,7 @@ class Walk:
         for put in self._later(hook):
             if isinstance(put.site, Head | HeadInput | HeadNode):
                 if hook_name(put.site) == hook_name(hook):
-                    put.set(target[:, :, :, put.head], at)
+                    put.set(target[:, :, :, put.site.head], at)
 
     def _put_neurons(self, target: Tensor, layer: int, at: Tensor) -> None:
         for put in self._later(MLP(layer)):
@@ -167,5 +168,5 @@ class Walk:
 
     def _shift(self, write: Tensor, bias: Address, at: Tensor) -> None:
         for put in self._later(bias):
-            if put.site == bias:
+            if put.site == bias and isinstance(put, Put):
                 put.add(write, at, put.difference)
