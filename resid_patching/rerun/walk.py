@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -25,9 +22,8 @@ from resid_patching.address import (
 from resid_patching.rerun.changes import Changes, Pin, Put, Stage
 from resid_patching.rerun.clean import Clean, take_rows
 from resid_patching.rerun.deltas import Deltas
+from resid_patching.rerun.edits import stage
 from resid_patching.rerun.plain import PlainBlocks
-
-Place = Literal["pre", "mid", "post"]
 
 
 class Walk:
@@ -59,8 +55,7 @@ class Walk:
         control: Stage | None = None,
     ) -> None:
         self.view, self.plain, self.clean, self.deltas = clean.view, plain, clean, deltas
-        self.changes = changes
-        self.control = None if control is None else (control[0], self._place_behind(control[1]))
+        self.changes, self.control = changes, control
         lengths = clean.lengths.to(first.device)
         n_rows = max(1, int((lengths - first).max()))
         self.whole = not bool(first.any()) or n_rows == clean.width
@@ -71,21 +66,12 @@ class Walk:
             self.keys = torch.where(keys < lengths[:, None], keys, -1)
         self.read_at = read_at
         self.chosen = (read_at - self.first[:, None]).clamp(0, self.keys.shape[1] - 1)
-        self.joining: dict[tuple[int, Place], list[tuple[int, int]]] = defaultdict(list)
-        for key in sorted(set(changes.starts)):
-            self.joining[key[0], self._place_behind(key[1])].append(key)
-
-    def _place_behind(self, place: int) -> Place:
-        """The state that is whole again behind a stage of a layer."""
-        joined = self.view.parallel or self.view.attn_only
-        places: tuple[Place, ...] = ("pre", "post" if joined else "mid", "mid", "post", "post")
-        return places[place]
 
     def run(self) -> Tensor:
         """The last states at the rows that are read [variant, rows, n, d_model], control first."""
-        places = [*self.joining] if self.control is None else [*self.joining, self.control]
+        begins = [*self.changes.starts, *([] if self.control is None else [self.control])]
         x: Tensor | None = None
-        for layer in range(min(places)[0], self.view.n_layers):
+        for layer in range(min(begins)[0], self.view.n_layers):
             x = self._block(layer, x)
         assert x is not None
         return x
@@ -94,10 +80,10 @@ class Walk:
         """The states before a layer -> those behind it, with the variants that join in it."""
         plain, view, is_last = self.plain, self.view, layer == self.view.n_layers - 1
         at = self.read_at if is_last else self.keys
-        x = self._joined(x, layer, "pre", self.keys)
+        is_joint = view.parallel or view.attn_only
+        x = self._set_state(x, Stream(layer, "pre"), (), self.keys)
         after = None
         if x is not None:
-            self._put(x, Stream(layer, "pre"), self.keys)
             q, k, v = plain.project(layer, x)
             for which, part in zip(QKV, (q, k, v), strict=True):
                 self._put_heads(part, HeadInput(layer, 0, which), self.keys)
@@ -111,32 +97,43 @@ class Walk:
             self._put(write, Attn(layer), at)
             self._shift(write, AttnBias(layer), at)
             after = x + write
-        after = self._joined(after, layer, "mid", at)
-        if after is not None:
-            self._put(after, Stream(layer, "mid"), at)
-            if not view.attn_only:
-                before = x if view.parallel else after
-                assert before is not None
-                post = plain.mlp_post(layer, before)
-                self._put_neurons(post, layer, at)
-                write = plain.mlp_out(layer, post)
-                self._put(write, MLP(layer), at)
-                self._shift(write, MLPBias(layer), at)
-                after = after + write
-        after = self._joined(after, layer, "post", at)
-        if after is not None:
-            self._put(after, Stream(layer, "post"), at)
-        return after
+        if not is_joint:
+            after = self._set_state(after, Stream(layer, "mid"), (1,), at)
+        if after is not None and not view.attn_only:
+            before = x if view.parallel else after
+            assert before is not None
+            post = plain.mlp_post(layer, before)
+            self._put_neurons(post, layer, at)
+            write = plain.mlp_out(layer, post)
+            self._put(write, MLP(layer), at)
+            self._shift(write, MLPBias(layer), at)
+            after = after + write
+        return self._set_state(after, Stream(layer, "post"), (1, 3) if is_joint else (3,), at)
 
-    def _joined(self, x: Tensor | None, layer: int, place: Place, at: Tensor) -> Tensor | None:
-        """The stack with those variants that begin to differ at a state, at positions [rows, m]."""
-        keys = self.joining.get((layer, place), [])
-        has_control = self.control == (layer, place)
-        if not keys and not has_control:
+    def _set_state(
+        self, x: Tensor | None, site: Stream, places: tuple[int, ...], at: Tensor
+    ) -> Tensor | None:
+        """The stack at a state, with those variants that begin before it or by it.
+
+        Args:
+            x: the stack so far, whose rows stand at [rows, m].
+            site: the state; what is put there later than a variant begins is put now.
+            places: the stages of the layer that lead to it.
+            at: the positions.
+        """
+        for place in places:
+            x = self._joined(x, (site.layer, place), site, at)
+        if x is not None:
+            self._put(x, site, at)
+        return self._joined(x, stage(site), site, at)
+
+    def _joined(self, x: Tensor | None, key: Stage, site: Stream, at: Tensor) -> Tensor | None:
+        """The stack with those variants that begin at a stage, behind which a state stands."""
+        if self.control != key and key not in self.changes.starts:
             return x
-        state = take_rows(self.clean.after(layer, place)[None], at)
-        new = [state] if has_control else []
-        for key in keys:
+        state = take_rows(self.clean.after(site.layer, site.place)[None], at)
+        new = [state] if self.control == key else []
+        if key in self.changes.starts:
             new.append(state + self.deltas.starting(self.changes, key, at))
         return torch.cat(new if x is None else [x, *new])
 
