@@ -28,15 +28,16 @@ if TYPE_CHECKING:
         Resample,
         Zero,
         ablate,
+        attention,
         heads,
         linearised_paths,
         measure,
         neurons,
         streams,
+        windows_of,
         writers,
     )
     from resid_patching.address import Edge, parse, parse_edge
-    from resid_patching.attention import AttentionPatterns, attention_patterns
     from resid_patching.attribution import Attribution, direct_logit_attribution
     from resid_patching.decomposition import Parts, decompose
     from resid_patching.errors import ResidPatchingError, ResidPatchingWarning
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     )
     from resid_patching.models import ModelView, load
     from resid_patching.paths import Receivers, inputs, receivers
+    from resid_patching.patterns import AttentionPatterns, attention_patterns
     from resid_patching.processes import Team, team
     from resid_patching.prompt_sets import (
         PromptPairs,
@@ -85,11 +87,13 @@ _HOME = {
     "Resample": "ablation",
     "Zero": "ablation",
     "ablate": "ablation",
+    "attention": "ablation",
     "heads": "ablation",
     "linearised_paths": "ablation",
     "measure": "ablation",
     "neurons": "ablation",
     "streams": "ablation",
+    "windows_of": "ablation",
     "writers": "ablation",
     "PromptPairs": "prompt_sets",
     "differences": "prompt_sets",
@@ -110,8 +114,8 @@ _HOME = {
     "Edge": "address",
     "parse": "address",
     "parse_edge": "address",
-    "AttentionPatterns": "attention",
-    "attention_patterns": "attention",
+    "AttentionPatterns": "patterns",
+    "attention_patterns": "patterns",
     "Attribution": "attribution",
     "direct_logit_attribution": "attribution",
     "Parts": "decomposition",
@@ -152,11 +156,13 @@ __all__ = [
     "Resample",
     "Zero",
     "ablate",
+    "attention",
     "heads",
     "linearised_paths",
     "measure",
     "neurons",
     "streams",
+    "windows_of",
     "writers",
     "PromptPairs",
     "differences",

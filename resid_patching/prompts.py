@@ -38,6 +38,9 @@ from resid_patching.tokens import (
 
 PromptLike: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 Positions: TypeAlias = int | Sequence[int] | Tensor | None
+"""One position of every prompt, one for each, or None for all."""
+Spans: TypeAlias = Positions | Sequence[Sequence[int]]
+"""The same, or several positions for each prompt: `[[2, 3, 4], [2, 3]]`."""
 Tokens: TypeAlias = Token | Sequence[Token] | Tensor
 
 
@@ -123,6 +126,51 @@ class Prompts:
         found = [self._resolve(row, position) for row, position in enumerate(wanted)]
         return PositionIndex(torch.tensor(found, device=self.tokens.device)[:, None])
 
+    def locate_spans(self, spans: Spans) -> PositionIndex:
+        """Finds the positions of a span of every row, in the order that they are named in.
+
+        Args:
+            spans: a list of positions for each row, of any lengths: `[[2, 3, 4], [2, 3]]`; or what
+                `locate` takes.
+
+        Raises:
+            PositionError: a row has no such position or an empty span, a position is in a span
+                twice, or positions and spans are mixed.
+        """
+        rows = spans.tolist() if isinstance(spans, Tensor) else spans
+        if not isinstance(rows, Sequence) or isinstance(rows, str):
+            return self.locate(rows)
+        are_spans = {isinstance(row, Sequence | Tensor) for row in rows}
+        if are_spans == {True, False}:
+            raise PositionError(
+                f"positions and spans are mixed in {rows!r}; give one position for each prompt, or "
+                "a list of positions for each"
+            )
+        if len(rows) != len(self):
+            what = "spans" if True in are_spans else "positions"
+            raise PositionError(
+                f"{len(rows)} {what} were given for {len(self)} prompts; give one position, one "
+                "for each prompt, or a list of positions for each, such as [[2, 3, 4], [2, 3]]"
+            )
+        if are_spans == {False}:
+            return self.locate(rows)
+        found = [self._span(number, list(row)) for number, row in enumerate(rows)]
+        width = max(map(len, found))
+        padded = [row + [-1] * (width - len(row)) for row in found]
+        return PositionIndex(torch.tensor(padded, device=self.tokens.device))
+
+    def _span(self, row: int, positions: Sequence[int]) -> list[int]:
+        """The positions of one row's span, counted from 0."""
+        try:
+            found = [self._resolve(row, operator.index(position)) for position in positions]
+        except TypeError:
+            raise PositionError(f"positions are whole numbers; got {positions!r}") from None
+        if not found:
+            raise PositionError(f"the span of prompt {row} is empty; name at least one position")
+        if twice := [position for position in found if found.count(position) > 1]:
+            raise PositionError(f"position {twice[0]} is twice in the span of prompt {row}")
+        return found
+
     def each_position(self) -> list[PositionIndex]:
         """Every position in turn, up to the longest prompt's last."""
         lengths = torch.tensor(self.lengths, device=self.tokens.device)[:, None]
@@ -148,7 +196,13 @@ class Prompts:
         try:
             return [operator.index(position) for position in positions]
         except TypeError:
-            raise PositionError(f"positions are whole numbers; got {positions!r}") from None
+            spans = any(isinstance(position, Sequence | Tensor) for position in positions)
+            wanted = (
+                "here each prompt has one position, no span"
+                if spans
+                else ("positions are whole numbers")
+            )
+            raise PositionError(f"{wanted}; got {positions!r}") from None
 
     def _resolve(self, row: int, position: int) -> int:
         length = self.lengths[row]

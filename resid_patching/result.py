@@ -48,7 +48,7 @@ FORMAT_VERSION = 2  # 1 had no checksum
 _HOMES = {
     "result": "result",
     "comparison": "result",
-    "attention": "attention",
+    "attention": "patterns",
     "attribution": "attribution",
     "effect": "ablation",
     "linearised": "ablation",
@@ -434,7 +434,7 @@ def compare(a: Result, b: Result) -> Comparison:
         pairs["axes"] = _axes_text(a), _axes_text(b)
         pairs["units"] = a.unit, b.unit
         pairs["prompts"] = a.provenance.tokens, b.provenance.tokens
-        for name in ("metric", "answers", "foils"):
+        for name in ("metric", "answers", "foils", "direction"):
             pairs[name] = getattr(a, name, None), getattr(b, name, None)
     for what, (one, other) in pairs.items():
         if one != other:

@@ -35,7 +35,7 @@ ORDER = (
     "attribution",
     "paths",
     "ablation",
-    "attention",
+    "patterns",
     "stream",
     "lens",
     "plots",

@@ -5,7 +5,15 @@ from resid_patching.ablation.effect import Effect
 from resid_patching.ablation.kinds import Kind, Mean, Path, Resample, Zero
 from resid_patching.ablation.linearised import Linearised, linearised_paths
 from resid_patching.ablation.sharing import Rows
-from resid_patching.ablation.targets import Targets, heads, neurons, streams, writers
+from resid_patching.ablation.targets import (
+    Targets,
+    attention,
+    heads,
+    neurons,
+    streams,
+    windows_of,
+    writers,
+)
 from resid_patching.rerun import Route
 
 __all__ = [
@@ -20,10 +28,12 @@ __all__ = [
     "Targets",
     "Zero",
     "ablate",
+    "attention",
     "heads",
     "linearised_paths",
     "measure",
     "neurons",
     "streams",
+    "windows_of",
     "writers",
 ]

@@ -26,7 +26,7 @@ Scrubbing", on resampling; McGrath et al. 2023 (arXiv 2307.15771) on later layer
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,15 @@ from resid_patching.ablation.effect import Effect
 from resid_patching.ablation.fills import Fills
 from resid_patching.ablation.kinds import Kind, Path, count_prompts, require_kind
 from resid_patching.ablation.sharing import Rows, Shared, identity_of
-from resid_patching.ablation.targets import Targets, find_sites, require_apart
+from resid_patching.ablation.targets import (
+    Attention,
+    Row,
+    Target,
+    Targets,
+    find_rows,
+    name_of_row,
+    site_of,
+)
 from resid_patching.address import Address
 from resid_patching.errors import AblationError, PositionError
 from resid_patching.metrics import Metric, as_metric
@@ -45,7 +53,7 @@ from resid_patching.models import exact, require
 from resid_patching.notebook import bar
 from resid_patching.paths import patch_paths, require_receivers, require_senders
 from resid_patching.processes import Team
-from resid_patching.prompts import PositionIndex, Positions
+from resid_patching.prompts import PositionIndex, Spans
 from resid_patching.rerun import EVERYTHING, Edit, Route, Variant, rerun
 from resid_patching.rerun.engine import prompt_chunks
 from resid_patching.result import Axis, provenance
@@ -59,7 +67,7 @@ def ablate(
     how: Kind,
     *,
     metric: Metric | Callable[..., Tensor],
-    positions: Positions | str = None,
+    positions: Spans | str = None,
     joint: bool = False,
     routes: Sequence[Route] = ("plain", "replay", "full"),
     progress: Callable[[int], object] | None = None,
@@ -70,16 +78,18 @@ def ablate(
 
     Args:
         run: the run that is changed; it is the base, and what the metric is read from.
-        targets: addresses or their texts: writers, stream states, and a head's q, k, v, z and
-            pattern (k and v by key-value head). Paths start at writers alone.
+        targets: addresses or their texts: writers, stream states, a head's q, k, v, z and pattern
+            (k and v by key-value head), and `rp.attention(...)`. A tuple of them in the list is one
+            row, whose members are replaced together. Paths start at writers alone.
         how: `Zero()`, `Mean(...)`, `Resample(...)` or `Path(...)`. There is no default.
         metric: `rp.logit_diff(...)` or another of `metrics`, or a function of logits.
         positions: where the targets are replaced: None for all together, one position of every
-            prompt, one for each prompt, or "each" for every position in turn. For a pattern these
-            are the rows that attend.
-        joint: replace all targets together, in one row; else one at a time, one row each. What the
-            model computes later wins: a state keeps the value it is set to, whatever was written
-            into it, and so does a head's z, whatever its query is.
+            prompt, one for each prompt, several for each ([[2, 3, 4], [2, 3]], replaced together),
+            or "each" for every position in turn. For a pattern these are the rows that attend.
+            `rp.attention(...)` names positions of its own.
+        joint: replace all targets together, in one row; else one row at a time. What the model
+            computes later wins: a state keeps the value it is set to, whatever was written into
+            it, and so does a head's z, whatever its query is.
         routes: how the engine may run the variants; all give the same numbers.
         progress: called with the number of variants just done, for each group of prompts. Without
             it, a Jupyter notebook shows a bar, and nothing else does.
@@ -99,7 +109,8 @@ def ablate(
         AblationError: the kind is missing, a text, a class, or lacks what it needs.
         AddressError: a target or receiver this model does not have; or, replaced together, a layer
             and a part of it, which would be the layer alone.
-        PositionError: a prompt has no such position.
+        PositionError: a prompt has no such position, or a span and what takes its place are of
+            unequal length.
         PromptError: prompts of unequal length where a kind needs equal ones.
         NotFiniteError: the model's own states overflow on a prompt.
         SweepMismatchError: `rows` holds rows of another sweep.
@@ -108,23 +119,27 @@ def ablate(
         UnequalProcessesError: the processes of the team were given different sweeps.
     """
     kind = require_kind(how)
-    sites = find_sites(run.view, targets)
+    groups = find_rows(run.view, targets, joint=joint)
     each = isinstance(positions, str)
     if each:
         _require_each(positions, kind)
-    if joint:
-        require_apart(sites)
+    all_targets = [target for group in groups for target in group]
+    if positions is not None and any(isinstance(target, Attention) for target in all_targets):
+        raise AblationError(
+            "rp.attention(...) names its queries itself; leave out positions=, or ablate the other "
+            "targets in a call of their own"
+        )
     if isinstance(kind, Path):
-        require_senders(sites)
+        require_senders(list(map(site_of, all_targets)))
         require_receivers(run.view, kind.ends)
     chosen = as_metric(metric)
     require(run.view, "stream", "readout")
     reading = chosen.bind(run)
-    places = run.prompts.each_position() if each else [run.locate(positions)]
-    variants = variants_of(run, sites, kind, places, joint=joint)
-    labels = (" + ".join(map(str, sites)) or "nothing",) if joint else tuple(map(str, sites))
+    places = run.prompts.each_position() if each else [run.prompts.locate_spans(positions)]
+    variants = variants_of(run, groups, kind, places)
+    labels = tuple(map(name_of_row, groups))
     axes = [Axis("target", labels), Axis("batch", tuple(range(len(run))))]
-    where = _positions_text(positions)
+    where = _positions_text(positions, places, all_targets)
     origin = provenance(run.view, run.prompts, _plan(run, kind, chosen, where, joint))
     team = Team() if team is None else team
     share = EVERYTHING
@@ -195,22 +210,42 @@ def _by_place(values: Tensor, places: Sequence[PositionIndex]) -> Tensor:
 
 
 def variants_of(
-    run: Run,
-    sites: Sequence[Address],
-    kind: Kind,
-    places: Sequence[PositionIndex],
-    *,
-    joint: bool,
+    run: Run, groups: Sequence[Row], kind: Kind, places: Sequence[PositionIndex]
 ) -> list[Variant]:
     """The edits of each row of an ablation, place by place; for a path, those of its senders."""
-    fills = Fills(run, kind.using if isinstance(kind, Path) else kind, list(sites))
-    new = {site: fills.fill(site) for site in sites}
-    groups = [sites] if joint else [[site] for site in sites]
+    targets = list(dict.fromkeys(target for group in groups for target in group))
+    replaced = places[0] if len(places) == 1 else run.locate(None)
+    fills = Fills(run, kind.using if isinstance(kind, Path) else kind, targets, replaced)
+    new = {target: fills.fill(target) for target in targets}
+    queries = {
+        target: run.prompts.locate_spans(target.queries)
+        for target in targets
+        if isinstance(target, Attention)
+    }
+    for group in groups:
+        _require_own_queries(group, queries)
     return [
-        tuple(Edit(site, place, new[site]) for site in group)
+        tuple(Edit(site_of(target), queries.get(target, place), new[target]) for target in group)
         for group in groups
         for place in places
     ]
+
+
+def _require_own_queries(group: Row, queries: Mapping[Target, PositionIndex]) -> None:
+    """Raises PositionError where two targets of a row set the same query's weights."""
+    seen: set[tuple[Address, int, int]] = set()
+    for target in group:
+        if target not in queries:
+            continue
+        for prompt, positions in enumerate(queries[target].index.tolist()):
+            for position in filter(lambda position: position >= 0, positions):
+                cell = (site_of(target), prompt, position)
+                if cell in seen:
+                    raise PositionError(
+                        f"{target} and another target of its row both replace weights of query "
+                        f"{position} in prompt {prompt}; give one target with the keys of both"
+                    )
+                seen.add(cell)
 
 
 def measure(run: Run, metric: Metric | Callable[..., Tensor]) -> Float[Tensor, " batch"]:
@@ -232,9 +267,20 @@ def _plan(run: Run, kind: Kind, metric: Metric, where: str, joint: bool) -> str:
     return f"{kind} ablation{together} at {where}, effect on {metric}"
 
 
-def _positions_text(positions: Positions | str) -> str:
+def _positions_text(
+    positions: Spans | str, places: Sequence[PositionIndex], targets: Sequence[Target]
+) -> str:
+    """Where targets are replaced, in words."""
+    if n_own := sum(isinstance(target, Attention) for target in targets):
+        own = "the queries of each attention target"
+        return own if n_own == len(targets) else f"all positions; {own}"
     if positions is None:
         return "all positions"
     if isinstance(positions, str):
         return "each position in turn"
-    return f"position {positions}" if isinstance(positions, int) else "one position a prompt"
+    if isinstance(positions, int):
+        return f"position {positions}"
+    sizes = sorted(set(places[0].valid.sum(1).tolist()))
+    if sizes == [1]:
+        return "one position a prompt"
+    return f"{' to '.join(map(str, {sizes[0]: 0, sizes[-1]: 0}))} positions a prompt"

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from resid_patching.address import Head, parse
+from resid_patching.address import Head
 from resid_patching.errors import SmallDenominatorWarning, warn
 from resid_patching.markup import number_text
 from resid_patching.result import Axis, Result, place_of, standard_error
@@ -348,13 +348,18 @@ class Effect(Result):
             raise ValueError(f"choose one {name} first: effect.{name}(...).{wanted}")
 
     def grid(self, of: Literal["total", "direct", "indirect"] = "total") -> Result:
-        """Heads as layer × head × batch; NaN where a head was no target.
+        """Heads as layer × head × batch; NaN where a head was no target of its own.
 
         Raises:
-            ValueError: no target is a head, or there are several receivers or positions.
+            ValueError: no target is a single head, or there are several receivers or positions.
         """
         self._require_one_column("grid()")
-        heads = {i: a for i, t in enumerate(self.targets) if isinstance(a := parse(t), Head)}
+        places = {i: place_of(target) for i, target in enumerate(self.targets)}
+        heads = {
+            i: Head(layer, head)
+            for i, (layer, head) in places.items()
+            if layer is not None and head is not None
+        }
         if not heads:
             raise ValueError(f"a grid is of heads; the targets are {', '.join(self.targets[:4])}")
         source = {"total": self.total, "direct": self.direct, "indirect": self.indirect}[of]

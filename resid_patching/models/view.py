@@ -483,6 +483,22 @@ class ModelView:
             finally:
                 handle.remove()
 
+    @contextlib.contextmanager
+    def reading_normed(self, function: HookFunction) -> Iterator[None]:
+        """Calls a function with what the unembedding is given [batch, pos, d_model], in each pass.
+
+        It sees all positions, also where logits are wanted of some alone.
+        """
+
+        def read(_module: Any, inputs: Any) -> None:
+            function(inputs[0])
+
+        handle = self.model.unembed.register_forward_pre_hook(read)
+        try:
+            yield
+        finally:
+            handle.remove()
+
     def _call(self, tokens: Tensor) -> Tensor:
         with independent(self._length_ropes):
             return self.model(tokens, return_type="logits", **self._mask(tokens))
