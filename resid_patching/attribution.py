@@ -41,7 +41,7 @@ from resid_patching.markup import quoted
 from resid_patching.models import TOLERANCE, ModelView, exact, require, require_finite_at
 from resid_patching.prompts import Positions, Tokens, tokens_for
 from resid_patching.result import Axis, Result, provenance
-from resid_patching.run import RowReader, Run
+from resid_patching.run import Run
 from resid_patching.tokens import token_text
 
 if TYPE_CHECKING:
@@ -350,8 +350,8 @@ class _Score:
         """What is read of a forward pass besides the logits; here nothing."""
         return contextlib.nullcontext()
 
-    def readers(self) -> dict[str, RowReader]:
-        """What reads the logits of a forward pass."""
+    def readers(self) -> dict[str, Any]:
+        """What reads the logits of a forward pass, as arguments of a sweep."""
         raise NotImplementedError
 
     def read_final(self, final: Tensor) -> None:
@@ -402,7 +402,7 @@ class _OfTokens(_Score):
         if view.softcap is not None:
             self.plan += f", before the output softcap of {view.softcap:g}"
 
-    def readers(self) -> dict[str, RowReader]:
+    def readers(self) -> dict[str, Any]:
         def read(logits: Tensor, rows: slice) -> None:
             self._capped.append(self._difference(logits, rows))
 
@@ -482,7 +482,7 @@ class _AlongDirection(_Score):
     def _hold(self, normed: Tensor) -> None:
         self._normed = normed.detach()
 
-    def readers(self) -> dict[str, RowReader]:
+    def readers(self) -> dict[str, Any]:
         def read(logits: Tensor, rows: slice) -> None:
             """Of the pass whose normed states are held."""
             assert self._normed is not None

@@ -137,10 +137,10 @@ class Prompts:
             PositionError: a row has no such position or an empty span, a position is in a span
                 twice, or positions and spans are mixed.
         """
-        rows = spans.tolist() if isinstance(spans, Tensor) else spans
-        if not isinstance(rows, Sequence) or isinstance(rows, str):
+        rows: Any = spans.tolist() if isinstance(spans, Tensor) else spans
+        if not _is_several(rows):
             return self.locate(rows)
-        are_spans = {isinstance(row, Sequence | Tensor) for row in rows}
+        are_spans = {_is_several(row) for row in rows}
         if are_spans == {True, False}:
             raise PositionError(
                 f"positions and spans are mixed in {rows!r}; give one position for each prompt, or "
@@ -154,7 +154,7 @@ class Prompts:
             )
         if are_spans == {False}:
             return self.locate(rows)
-        found = [self._span(number, list(row)) for number, row in enumerate(rows)]
+        found = [self._span(number, row) for number, row in enumerate(rows)]
         width = max(map(len, found))
         padded = [row + [-1] * (width - len(row)) for row in found]
         return PositionIndex(torch.tensor(padded, device=self.tokens.device))
@@ -164,7 +164,7 @@ class Prompts:
         try:
             found = [self._resolve(row, operator.index(position)) for position in positions]
         except TypeError:
-            raise PositionError(f"positions are whole numbers; got {positions!r}") from None
+            raise PositionError(f"positions are whole numbers; got {list(positions)}") from None
         if not found:
             raise PositionError(f"the span of prompt {row} is empty; name at least one position")
         if twice := [position for position in found if found.count(position) > 1]:
@@ -196,12 +196,9 @@ class Prompts:
         try:
             return [operator.index(position) for position in positions]
         except TypeError:
-            spans = any(isinstance(position, Sequence | Tensor) for position in positions)
-            wanted = (
-                "here each prompt has one position, no span"
-                if spans
-                else ("positions are whole numbers")
-            )
+            wanted = "positions are whole numbers"
+            if any(map(_is_several, positions)):
+                wanted = "here each prompt has one position, no span"
             raise PositionError(f"{wanted}; got {positions!r}") from None
 
     def _resolve(self, row: int, position: int) -> int:
@@ -212,6 +209,13 @@ class Prompts:
                 f"(0 to {length - 1}, or -{length} to -1)"
             )
         return position % length
+
+
+def _is_several(positions: object) -> bool:
+    """Whether this is a list, of positions or of anything else."""
+    if isinstance(positions, Tensor):
+        return positions.ndim > 0
+    return isinstance(positions, Sequence) and not isinstance(positions, str)
 
 
 @dataclass(frozen=True, eq=False)

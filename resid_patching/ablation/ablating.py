@@ -217,7 +217,7 @@ def variants_of(
     replaced = places[0] if len(places) == 1 else run.locate(None)
     fills = Fills(run, kind.using if isinstance(kind, Path) else kind, targets, replaced)
     new = {target: fills.fill(target) for target in targets}
-    queries = {
+    queries: dict[Target, PositionIndex] = {
         target: run.prompts.locate_spans(target.queries)
         for target in targets
         if isinstance(target, Attention)

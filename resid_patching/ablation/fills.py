@@ -55,13 +55,15 @@ class Fills:
             _require_same_model(run, kind.reference, "reference")
             self._require_alignment(kind)
             self.means = _means(kind, sites)
+            if kind.at is not None:
+                _require_no_pattern([t for t in targets if isinstance(t, Attention)])
             if kind.at is not None and keeps_position(kind):
                 self.paired = _paired(run, replaced, _elements(run, kind))
         if isinstance(kind, Resample):
             _require_same_model(run, kind.source, "source")
             self.partner = _partners(run, kind)
             if kind.at is not None:
-                self._require_no_pattern("Resample")
+                _require_no_pattern(self.patterns)
                 self.paired = _paired(run, replaced, kind.source.prompts.locate_spans(kind.at))
             _prefetch(kind.source, sites)
         own = [site for site in sites if isinstance(site, Embed | PosEmbed)]
@@ -69,11 +71,9 @@ class Fills:
 
     def _require_alignment(self, kind: Mean) -> None:
         """A mean that keeps position needs prompts whose positions mean the same."""
-        if kind.at is not None:
-            self._require_no_pattern("Mean")
-            return
+        keeps = kind.over == ("batch",) and kind.at is None
         lengths = set(self.run.prompts.lengths) | set(kind.reference.prompts.lengths)
-        if len(lengths) > 1 and (keeps_position(kind) or self.patterns):
+        if len(lengths) > 1 and (keeps or self.patterns):
             ours, theirs = (
                 sorted(set(self.run.prompts.lengths)),
                 sorted(set(kind.reference.prompts.lengths)),
@@ -87,13 +87,6 @@ class Fills:
             raise AblationError(
                 f"{self.patterns[0]}: a pattern's rows attend to different numbers of positions, "
                 "so their mean over positions means nothing; use over=('batch',)"
-            )
-
-    def _require_no_pattern(self, kind: str) -> None:
-        if self.patterns:
-            raise AblationError(
-                f"{self.patterns[0]}: a pattern's rows weigh the positions of their own prompt, so "
-                f"those of other positions cannot take their place; leave out at= of {kind}"
             )
 
     def fill(self, target: Target) -> Fill:
@@ -266,6 +259,15 @@ def _partners(run: Run, kind: Resample) -> Tensor:
         return torch.arange(len(ours), device="cpu")
     assert kind.seed is not None
     return _derangement(run, kind.source, kind.seed)
+
+
+def _require_no_pattern(patterns: Sequence[Target]) -> None:
+    """Raises AblationError where rows of a pattern would come from other positions."""
+    if patterns:
+        raise AblationError(
+            f"{patterns[0]}: a query weighs the positions of its own prompt, so what other queries "
+            "weigh cannot take its place; leave out at="
+        )
 
 
 def keeps_position(kind: Mean) -> bool:

@@ -127,9 +127,10 @@ def attention(head: str | Address, *, queries: Spans, keys: Spans, renormalise: 
 
 def _fixed(positions: Spans) -> Any:
     """Positions as whole numbers and tuples, which nobody changes later."""
-    listed = positions.tolist() if isinstance(positions, Tensor) else positions
-    several = isinstance(listed, Iterable) and not isinstance(listed, str)
-    return tuple(_fixed(one) for one in listed) if several else listed
+    listed: Any = positions.tolist() if isinstance(positions, Tensor) else positions
+    if not isinstance(listed, Iterable) or isinstance(listed, str):
+        return listed
+    return tuple(_fixed(one) for one in listed)
 
 
 def _shown(positions: Spans) -> str:
