@@ -25,7 +25,7 @@ from resid_patching.errors import (
     TokenError,
     warn,
 )
-from resid_patching.models import ModelView, as_view, take
+from resid_patching.models import Model, ModelView, as_view, take
 from resid_patching.tokens import (
     Token,
     bos_id,
@@ -279,7 +279,7 @@ def prepare(
 
 
 def windows(
-    model: Any,
+    model: Model,
     text: str,
     *,
     length: int,

@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Float, Num
 from torch import Tensor
 
-from resid_patching.address import Head, parse
+from resid_patching.address import Address, Head, parse
 from resid_patching.errors import AddressError, ResultFormatError
 from resid_patching.files import checksum, read_json
 from resid_patching.models import ModelView, report
@@ -72,7 +72,7 @@ class Axis:
     name: str
     labels: tuple[str | int, ...]
 
-    def index(self, label: Any) -> int:
+    def index(self, label: str | int | Address) -> int:
         """Where a label stands; an address may be given as a value or in its text form.
 
         Raises:

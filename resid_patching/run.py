@@ -24,7 +24,7 @@ from resid_patching.address import (
     is_by_position,
 )
 from resid_patching.errors import CacheMismatchError
-from resid_patching.models import TOLERANCE, ModelView, as_view, require
+from resid_patching.models import TOLERANCE, Model, ModelView, as_view, require
 from resid_patching.prompts import PositionIndex, Positions, PromptLike, Prompts, prepare
 
 RowReader = Callable[[Tensor, slice], None]
@@ -261,7 +261,7 @@ class Run:
 
 
 def capture(
-    model: Any,
+    model: Model,
     prompts: PromptLike | Prompts,
     *,
     prepend_bos: bool | None = None,

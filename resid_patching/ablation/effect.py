@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from resid_patching.address import Head
+from resid_patching.address import Address, Head
 from resid_patching.errors import SmallDenominatorWarning, warn
 from resid_patching.markup import number_text
 from resid_patching.result import Axis, Result, place_of, standard_error
@@ -92,7 +92,7 @@ class Effect(Result):
             return ()
         return tuple(map(str, columns.labels))
 
-    def receiver(self, label: Any) -> Effect:
+    def receiver(self, label: str | Address) -> Effect:
         """One column of a path to several receivers side by side.
 
         Raises:
@@ -100,7 +100,7 @@ class Effect(Result):
         """
         return self._column("receiver", label)
 
-    def reader(self, label: Any) -> Effect:
+    def reader(self, label: str | Address) -> Effect:
         """The old name of `receiver`; it goes in the next version."""
         warnings.warn("Effect.reader is now Effect.receiver", DeprecationWarning, stacklevel=2)
         return self.receiver(label)
@@ -121,7 +121,7 @@ class Effect(Result):
             self._column("position", place), positions=f"position {int(place)}"
         )
 
-    def _column(self, name: str, label: Any) -> Effect:
+    def _column(self, name: str, label: str | int | Address) -> Effect:
         place = self.axis(name).index(label)
         axes = tuple(axis for axis in self.axes if axis.name != name)
         return dataclasses.replace(

@@ -24,10 +24,11 @@ from resid_patching.address import (
 )
 from resid_patching.decomposition import writers_of
 from resid_patching.errors import AblationError, AddressError
-from resid_patching.models import ModelView
+from resid_patching.models import Model, ModelView
 from resid_patching.paths import view_of
 from resid_patching.prompts import Spans
 from resid_patching.rerun import require_site
+from resid_patching.run import Run
 
 
 @dataclass(frozen=True)
@@ -58,18 +59,18 @@ Row: TypeAlias = tuple[Target, ...]
 Targets: TypeAlias = str | Target | Sequence[str | Target | tuple[str | Target, ...]]
 
 
-def heads(model: Any) -> list[Head]:
+def heads(model: Model | Run) -> list[Head]:
     """Every head of a model, in order of layers."""
     view = view_of(model)
     return [Head(layer, h) for layer in range(view.n_layers) for h in range(view.n_heads)]
 
 
-def writers(model: Any) -> list[Address]:
+def writers(model: Model | Run) -> list[Address]:
     """Every component that writes to the stream: embeddings, attention layers, MLPs."""
     return list(writers_of(view_of(model), "component"))
 
 
-def streams(model: Any) -> list[Stream]:
+def streams(model: Model | Run) -> list[Stream]:
     """Every state of the stream between layers, and in their middle where there is one."""
     view = view_of(model)
     has_mid = not (view.parallel or view.attn_only)
@@ -78,7 +79,7 @@ def streams(model: Any) -> list[Stream]:
     return [*found, Stream(view.n_layers - 1, "post")]
 
 
-def neurons(model: Any, layer: int) -> list[Neuron]:
+def neurons(model: Model | Run, layer: int) -> list[Neuron]:
     """Every neuron of one layer.
 
     Raises:
