@@ -364,6 +364,19 @@ def test_a_mean_over_spans_is_one_for_all_or_one_for_each_element(toy):
         assert_close(effect.total[0], twin.score("logit_diff", total) - base)
 
 
+def test_the_order_of_a_span_says_what_stands_for_what():
+    run, source = captured(PLAIN), captured(PLAIN, "longer")
+
+    def total(positions, at):
+        how = rp.Resample(source, at=at)
+        return rp.ablate(run, "1.2", how, metric=DIFF, positions=positions).total
+
+    turned = [span[::-1] for span in SOURCE_AT]
+    found = total(BASE_AT, SOURCE_AT)
+    assert_close(found, total([span[::-1] for span in BASE_AT], turned))
+    assert (found - total(BASE_AT, turned))[0, :2].abs().min() > 1e-4
+
+
 def test_spans_that_do_not_fit_are_refused():
     run, source = captured(PLAIN), captured(PLAIN, "longer")
 
@@ -455,6 +468,21 @@ def test_attention_between_positions_agrees_with_the_reference(toy, kind, renorm
         assert largest(effect.total[0]) > 1e-4
         single = rp.ablate(run, "0.1", kinds(toy)[kind], metric=DIFF)
         assert torch.equal(effect.total[1], single.total[0])
+
+
+def test_the_reference_of_attention_notices_other_keys_and_other_scales():
+    run, twin = captured(PLAIN), slow(PLAIN)
+    own = twin.value("1.2.pattern")
+    target = rp.attention("1.2", queries=-1, keys=[[0, 2]] * 3, renormalise=True)
+    found = rp.ablate(run, target, rp.Zero(), metric=DIFF).patched[0]
+
+    def expected(queries, keys, renormalise):
+        new = replaced_pattern(own, 0 * own, queries, keys, renormalise)
+        return twin.score("logit_diff", twin.changed(["1.2.pattern"], queries, lambda _: new)[0])
+
+    assert_close(found, expected(-1, [[0, 2]] * 3, True))
+    for planted in ((-1, [[0, 2]] * 3, False), (-1, [[0, 3]] * 3, True), (4, [[0, 2]] * 3, True)):
+        assert largest(found - expected(*planted)) > 1e-4
 
 
 @pytest.mark.skipif(not zoo.HAS_HOOKED, reason="HookedTransformer left in TransformerLens 4")

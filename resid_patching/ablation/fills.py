@@ -107,9 +107,8 @@ class Fills:
         queries, keys = map(self.run.prompts.locate_spans, (target.queries, target.keys))
         own, new = _values(self.run, target.node), self.fill(target.node)
         _require_seen(target, queries, keys)
-        is_key = torch.zeros(own.shape[0], own.shape[2], dtype=torch.bool, device=own.device)
-        prompt, column = keys.valid.nonzero(as_tuple=True)
-        is_key[prompt, keys.index[prompt, column]] = True
+        places = torch.arange(own.shape[2], device=keys.index.device)
+        is_key = (keys.index[:, :, None] == places).any(1).to(own.device)  # [batch, pos]
         if target.renormalise:
             _require_others(target, queries, take(own, queries.index), is_key)
 
