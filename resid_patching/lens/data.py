@@ -63,7 +63,7 @@ class Windows:
 
 def read_windows(
     view: ModelView,
-    texts: Texts,
+    texts: Any,
     *,
     length: int,
     tokens: int | None,
@@ -113,12 +113,12 @@ class _WindowReader:
         self.text_key = text_key
         self.prepend_bos = prepend_bos
 
-    def take(self, texts: Texts, count: int | None, what: str) -> Tensor:
+    def take(self, texts: Any, count: int | None, what: str) -> Tensor:
         """The first `count` windows [window, pos], or all where it is None."""
         windows = _first(self._windows(self._documents(texts), self._lead(texts)), count)
         return self._tensor(windows, count, what)
 
-    def split(self, texts: Texts, n_training: int | None, n_held: int) -> Windows:
+    def split(self, texts: Any, n_training: int | None, n_held: int) -> Windows:
         """Windows to train and to validate on; no document is in both where that can be."""
         read: list[Any] = []
 
@@ -195,13 +195,13 @@ class _WindowReader:
             for start in range(0, len(row) - self.length + 1, self.length):
                 yield row[start : start + self.length]
 
-    def _lead(self, texts: Texts) -> list[int]:
+    def _lead(self, texts: Any) -> list[int]:
         if isinstance(texts, Tensor) or self.view.tokenizer is None:
             return []
         bos = bos_id(self.view)
         return [bos] if bos is not None and puts_bos(self.view, self.prepend_bos) else []
 
-    def _documents(self, texts: Texts) -> Iterator[list[int] | Tensor]:
+    def _documents(self, texts: Any) -> Iterator[list[int] | Tensor]:
         """The ids of each document; a 2-D tensor of ids is one, of windows as they are."""
         for given in self._given(texts):
             if isinstance(given, Tensor) and given.ndim == 2:
@@ -211,7 +211,7 @@ class _WindowReader:
             else:
                 yield self._ids(given)
 
-    def _given(self, texts: Texts) -> Iterator[Any]:
+    def _given(self, texts: Any) -> Iterator[Any]:
         if isinstance(texts, str | os.PathLike | Tensor):
             yield texts
         elif isinstance(texts, Mapping):
