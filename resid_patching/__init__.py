@@ -29,15 +29,16 @@ if TYPE_CHECKING:
         Zero,
         ablate,
         ablated,
+        attention,
         heads,
         linearised_paths,
         measure,
         neurons,
         streams,
+        windows_of,
         writers,
     )
     from resid_patching.address import Edge, parse, parse_edge
-    from resid_patching.attention import AttentionPatterns, attention_patterns
     from resid_patching.attribution import Attribution, direct_logit_attribution
     from resid_patching.decomposition import Parts, decompose
     from resid_patching.errors import ResidPatchingError, ResidPatchingWarning
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     )
     from resid_patching.models import ModelView, load
     from resid_patching.paths import Receivers, edges, inputs, receivers
+    from resid_patching.patterns import AttentionPatterns, attention_patterns
     from resid_patching.processes import Team, team
     from resid_patching.prompt_sets import (
         PromptPairs,
@@ -87,11 +89,13 @@ _HOME = {
     "Zero": "ablation",
     "ablate": "ablation",
     "ablated": "ablation",
+    "attention": "ablation",
     "heads": "ablation",
     "linearised_paths": "ablation",
     "measure": "ablation",
     "neurons": "ablation",
     "streams": "ablation",
+    "windows_of": "ablation",
     "writers": "ablation",
     "PromptPairs": "prompt_sets",
     "differences": "prompt_sets",
@@ -113,8 +117,8 @@ _HOME = {
     "Edge": "address",
     "parse": "address",
     "parse_edge": "address",
-    "AttentionPatterns": "attention",
-    "attention_patterns": "attention",
+    "AttentionPatterns": "patterns",
+    "attention_patterns": "patterns",
     "Attribution": "attribution",
     "direct_logit_attribution": "attribution",
     "Parts": "decomposition",
@@ -156,11 +160,13 @@ __all__ = [
     "Zero",
     "ablate",
     "ablated",
+    "attention",
     "heads",
     "linearised_paths",
     "measure",
     "neurons",
     "streams",
+    "windows_of",
     "writers",
     "PromptPairs",
     "differences",

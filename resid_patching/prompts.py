@@ -25,7 +25,7 @@ from resid_patching.errors import (
     TokenError,
     warn,
 )
-from resid_patching.models import ModelView, as_view, take
+from resid_patching.models import Model, ModelView, as_view, take
 from resid_patching.tokens import (
     Token,
     bos_id,
@@ -38,6 +38,9 @@ from resid_patching.tokens import (
 
 PromptLike: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Tensor
 Positions: TypeAlias = int | Sequence[int] | Tensor | None
+"""One position of every prompt, one for each, or None for all."""
+Spans: TypeAlias = Positions | Sequence[Sequence[int]]
+"""The same, or several positions for each prompt: `[[2, 3, 4], [2, 3]]`."""
 Tokens: TypeAlias = Token | Sequence[Token] | Tensor
 
 
@@ -123,6 +126,51 @@ class Prompts:
         found = [self._resolve(row, position) for row, position in enumerate(wanted)]
         return PositionIndex(torch.tensor(found, device=self.tokens.device)[:, None])
 
+    def locate_spans(self, spans: Spans) -> PositionIndex:
+        """Finds the positions of a span of every row, in the order that they are named in.
+
+        Args:
+            spans: a list of positions for each row, of any lengths: `[[2, 3, 4], [2, 3]]`; or what
+                `locate` takes.
+
+        Raises:
+            PositionError: a row has no such position or an empty span, a position is in a span
+                twice, or positions and spans are mixed.
+        """
+        rows: Any = spans.tolist() if isinstance(spans, Tensor) else spans
+        if not _is_several(rows):
+            return self.locate(rows)
+        are_spans = {_is_several(row) for row in rows}
+        if are_spans == {True, False}:
+            raise PositionError(
+                f"positions and spans are mixed in {rows!r}; give one position for each prompt, or "
+                "a list of positions for each"
+            )
+        if len(rows) != len(self):
+            what = "spans" if True in are_spans else "positions"
+            raise PositionError(
+                f"{len(rows)} {what} were given for {len(self)} prompts; give one position, one "
+                "for each prompt, or a list of positions for each, such as [[2, 3, 4], [2, 3]]"
+            )
+        if are_spans == {False}:
+            return self.locate(rows)
+        found = [self._span(number, row) for number, row in enumerate(rows)]
+        width = max(map(len, found))
+        padded = [row + [-1] * (width - len(row)) for row in found]
+        return PositionIndex(torch.tensor(padded, device=self.tokens.device))
+
+    def _span(self, row: int, positions: Sequence[int]) -> list[int]:
+        """The positions of one row's span, counted from 0."""
+        try:
+            found = [self._resolve(row, operator.index(position)) for position in positions]
+        except TypeError:
+            raise PositionError(f"positions are whole numbers; got {list(positions)}") from None
+        if not found:
+            raise PositionError(f"the span of prompt {row} is empty; name at least one position")
+        if twice := [position for position in found if found.count(position) > 1]:
+            raise PositionError(f"position {twice[0]} is twice in the span of prompt {row}")
+        return found
+
     def each_position(self) -> list[PositionIndex]:
         """Every position in turn, up to the longest prompt's last."""
         lengths = torch.tensor(self.lengths, device=self.tokens.device)[:, None]
@@ -148,7 +196,10 @@ class Prompts:
         try:
             return [operator.index(position) for position in positions]
         except TypeError:
-            raise PositionError(f"positions are whole numbers; got {positions!r}") from None
+            wanted = "positions are whole numbers"
+            if any(map(_is_several, positions)):
+                wanted = "here each prompt has one position, no span"
+            raise PositionError(f"{wanted}; got {positions!r}") from None
 
     def _resolve(self, row: int, position: int) -> int:
         length = self.lengths[row]
@@ -158,6 +209,13 @@ class Prompts:
                 f"(0 to {length - 1}, or -{length} to -1)"
             )
         return position % length
+
+
+def _is_several(positions: object) -> bool:
+    """Whether this is a list, of positions or of anything else."""
+    if isinstance(positions, Tensor):
+        return positions.ndim > 0
+    return isinstance(positions, Sequence) and not isinstance(positions, str)
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,7 +279,7 @@ def prepare(
 
 
 def windows(
-    model: Any,
+    model: Model,
     text: str,
     *,
     length: int,

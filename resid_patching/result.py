@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Float, Num
 from torch import Tensor
 
-from resid_patching.address import Head, parse
+from resid_patching.address import Address, Head, parse
 from resid_patching.errors import AddressError, ResultFormatError
 from resid_patching.files import checksum, read_json
 from resid_patching.models import report
@@ -48,7 +48,7 @@ FORMAT_VERSION = 2  # 1 had no checksum
 _HOMES = {
     "result": "result",
     "comparison": "result",
-    "attention": "attention",
+    "attention": "patterns",
     "attribution": "attribution",
     "effect": "ablation",
     "linearised": "ablation",
@@ -72,7 +72,7 @@ class Axis:
     name: str
     labels: tuple[str | int, ...]
 
-    def index(self, label: Any) -> int:
+    def index(self, label: str | int | Address) -> int:
         """Where a label stands; an address may be given as a value or in its text form.
 
         Raises:
@@ -445,7 +445,7 @@ def compare(a: Result, b: Result) -> Comparison:
         pairs["axes"] = _axes_text(a), _axes_text(b)
         pairs["units"] = a.unit, b.unit
         pairs["prompts"] = a.provenance.tokens, b.provenance.tokens
-        for name in ("metric", "answers", "foils"):
+        for name in ("metric", "answers", "foils", "direction"):
             pairs[name] = getattr(a, name, None), getattr(b, name, None)
     for what, (one, other) in pairs.items():
         if one != other:

@@ -25,7 +25,15 @@ from resid_patching.address import (
 )
 from resid_patching.continuation import Continuation, chooser
 from resid_patching.errors import CacheMismatchError, PromptError
-from resid_patching.models import TOLERANCE, HookFunction, ModelView, as_view, exact, require
+from resid_patching.models import (
+    TOLERANCE,
+    HookFunction,
+    Model,
+    ModelView,
+    as_view,
+    exact,
+    require,
+)
 from resid_patching.prompts import PositionIndex, Positions, PromptLike, Prompts, prepare
 
 RowReader = Callable[[Tensor, slice], None]
@@ -352,7 +360,7 @@ class Run:
 
 
 def capture(
-    model: Any,
+    model: Model,
     prompts: PromptLike | Prompts,
     *,
     prepend_bos: bool | None = None,

@@ -386,7 +386,9 @@ def test_a_mean_of_a_bfloat16_model_is_summed_in_float32():
     run = rp.capture(zoo.build(zoo.BACKENDS[0], dtype=torch.bfloat16), rows)
     site = rp.parse("mlp.1")
     how = rp.Mean(run, over=("batch", "pos"))
-    found = Fills(run, how, [site]).fill(site)(slice(0, 1), torch.zeros(1, 1, dtype=torch.long))
+    found = Fills(run, how, [site], run.locate(None)).fill(site)(
+        slice(0, 1), torch.zeros(1, 1).long()
+    )
     expected = run.fetch(site).float().mean((0, 1)).bfloat16()
     assert torch.equal(found[0, 0], expected)
 

@@ -1,5 +1,6 @@
 """Direct logit attribution: the rows are the model's logit difference, and each row is right."""
 
+import dataclasses
 import json
 import re
 
@@ -385,6 +386,199 @@ def test_a_row_without_a_position_has_nan_there_and_no_cell_in_the_frame(backend
 def test_a_wrong_position_is_named(backend, positions, message):
     with pytest.raises(PositionError, match=re.escape(message)):
         attribute(zoo.build(backend), positions=positions)
+
+
+# Along a direction
+
+
+def direction_of(model, seed=0, n=None):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (zoo.D_MODEL,) if n is None else (n, zoo.D_MODEL)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def along(model, direction, **options):
+    return rp.direct_logit_attribution(
+        rp.capture(model, zoo.RAGGED), direction=direction, **options
+    )
+
+
+def normed_states(model, tokens):
+    """What the model's own unembedding is given [pos, d_model]."""
+    seen = []
+    handle = model.unembed.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    try:
+        zoo.plain_logits(model, tokens)
+    finally:
+        handle.remove()
+    return seen[-1][0].detach()
+
+
+@grains
+@cells
+@backends
+def test_rows_along_a_direction_sum_to_that_of_the_models_normed_state(backend, cell, by):
+    model = zoo.build(backend, cell)
+    direction = direction_of(model, n=len(zoo.RAGGED))
+    dla = along(model, direction, by=by, positions=None)
+    assert dla.unit == "dot product" and dla.constants == ("ln_final.bias",)
+    assert dla.components[-1] == "ln_final.bias" and "unembed.bias" not in dla.components
+    for row, tokens in enumerate(zoo.RAGGED):
+        expected = normed_states(model, tokens) @ direction[row]
+        assert_close(dla.total[row, : len(tokens)], expected, 1e-10)
+        assert_close(dla.model_value[row, : len(tokens)], expected, 1e-10)
+        assert dla.total[row, len(tokens) :].isnan().all()
+    assert largest(dla.gap) < 1e-10 and largest(dla.values) > 0.1
+
+
+@pytest.mark.parametrize("name", zoo.EXACT)
+def test_rows_along_a_direction_sum_on_many_architectures(name):
+    model = zoo.named(name)
+    direction = direction_of(model)
+    for by in zoo.GRAINS:
+        dla = along(model, direction, by=by)
+        assert largest(dla.gap) < 1e-10
+        own = normed_states(model, zoo.RAGGED[0])[-1] @ direction
+        assert_close(dla.total[0, 0], own, 1e-6 if name in ("neo", "mpt") else 1e-10)
+
+
+@grains
+@backends
+def test_along_an_answer_less_its_foil_a_row_is_that_of_these_tokens(backend, by):
+    for cell in (zoo.Cell(), zoo.Cell("RMS", folded=True)):
+        model = zoo.build(backend, cell)
+        W_U = zoo.plain_weights(model)["W_U"]
+        tokens = attribute(model, by=by)
+        found = along(model, (W_U[:, ANSWERS] - W_U[:, FOILS]).T, by=by)
+        assert_close(found.values, tokens.values[:-1], 1e-10)
+        missing = tokens.sel(component="unembed.bias")
+        assert_close(found.model_value, tokens.model_value - missing, 1e-10)
+
+
+@backends
+def test_rows_are_linear_in_the_direction(backend):
+    model = zoo.build(backend)
+    one, two = direction_of(model, 1), direction_of(model, 2)
+    rows = [along(model, direction).values for direction in (one, two, 3 * one - two)]
+    assert_close(rows[2], 3 * rows[0] - rows[1], 1e-10)
+    tiled = along(model, one.expand(len(zoo.RAGGED), -1))
+    assert_close(tiled.values, rows[0], 1e-12)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-6])
+@pytest.mark.parametrize("plant", ["no centring", "other scale", "no beta"])
+@backends
+def test_a_planted_error_along_a_direction_is_refused(backend, plant, size, monkeypatch):
+    model = zoo.build(backend)
+    run = rp.capture(model, zoo.RAGGED)
+    if plant == "no centring":
+        monkeypatch.setattr(Norm, "fold", lambda self, direction: direction * self.gain)
+    elif plant == "other scale":
+        scale = Norm.scale
+        monkeypatch.setattr(Norm, "scale", lambda self, x: scale(self, x) * 1.01)
+    else:
+        norm = ModelView.final_norm.fget
+        monkeypatch.setattr(
+            ModelView,
+            "final_norm",
+            property(lambda view: dataclasses.replace(norm(view), bias=0 * norm(view).bias)),
+        )
+    with pytest.raises(GapError, match="nothing is returned"):
+        rp.direct_logit_attribution(run, direction=size * direction_of(model))
+
+
+@backends
+def test_a_hook_behind_the_final_norm_is_noticed_along_a_direction(backend):
+    model = zoo.fresh(backend)
+    handle = model.unembed.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 1.1,))
+    try:
+        with pytest.raises((GapError, rp.errors.ReadoutMismatchError)):
+            along(model, direction_of(model))
+    finally:
+        handle.remove()
+
+
+@backends
+def test_along_a_direction_a_cache_gives_what_the_model_gives(backend):
+    model = zoo.build(backend)
+    tokens = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
+    _, cache = model.run_with_cache(tokens)
+    direction = direction_of(model)
+    found = [
+        rp.direct_logit_attribution(rp.capture(model, tokens, **options), direction=direction)
+        for options in ({}, {"cache": cache})
+    ]
+    assert_close(found[0].values, found[1].values, 1e-12)
+    assert_close(found[0].model_value, found[1].model_value, 1e-12)
+
+
+def test_a_softcap_changes_nothing_along_a_direction():
+    dla = along(zoo.softcapped(zoo.BACKENDS[0]), direction_of(None))
+    assert dla.capped_value is None and largest(dla.gap) < 1e-10
+
+
+@pytest.mark.parametrize("backend", zoo.BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_direction_of_another_dtype_is_read_in_ours(backend, dtype):
+    model = zoo.build(backend, dtype=dtype)
+    dla = along(model, direction_of(model))
+    assert dla.values.dtype == torch.float32 and largest(dla.values) > 0.1
+
+
+def test_a_result_along_a_direction_says_so_and_survives_json():
+    model = zoo.build(zoo.BACKENDS[0])
+    direction = direction_of(model)
+    dla = along(model, direction, by="head")
+    words = f"a direction of length {float(direction.norm()):.4g} (sha256 "
+    assert dla.direction.startswith(words) and words in dla.provenance.plan
+    facts = dict(dla.facts())
+    assert facts["score"].startswith(f"the normed last state along {words}")
+    assert "the model's own dot product" in facts and "unembed" not in facts["constants"]
+    assert dla.headings()["value"] == "dot product" and "se" in dla.table()
+    assert words in str(dla.summary())
+    again = rp.Attribution.from_json(dla.to_json())
+    assert again.direction == dla.direction and torch.equal(again.values, dla.values)
+    assert again.answers == () and again.foils is None
+    assert not rp.compare(dla, again).values.any()
+    with pytest.raises(ValueError, match="direction"):
+        rp.compare(dla, along(model, 2 * direction, by="head"))
+    each = along(model, direction_of(model, n=3))
+    assert each.direction.startswith("one direction a prompt (sha256 ")
+
+
+def test_pictures_of_a_direction_name_it_and_its_unit():
+    pytest.importorskip("plotly")
+    from resid_patching import plots
+
+    dla = along(zoo.build(zoo.BACKENDS[0]), direction_of(None), by="head")
+    for draw in (plots.heatmap, plots.attribution_bars, plots.accumulated):
+        text = draw(dla).to_json()
+        assert "a direction of length" in text and "in dot product" in text
+    assert "it ends at the model's own dot product" in plots.accumulated(dla).to_json()
+
+
+@pytest.mark.parametrize(
+    ("direction", "message"),
+    [
+        (torch.ones(3), "a direction is a tensor [d_model], here [32]"),
+        (torch.ones(2, 32), "or one for each prompt, [3, 32]; got [2, 32]"),
+        (torch.full((32,), torch.nan), "the direction holds NaN or infinite numbers"),
+    ],
+)
+def test_a_direction_that_is_none_is_refused(direction, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        along(zoo.build(zoo.BACKENDS[0]), direction)
+
+
+def test_exactly_one_of_answer_and_direction_is_scored():
+    run = rp.capture(zoo.build(zoo.BACKENDS[0]), zoo.RAGGED)
+    direction = direction_of(None)
+    with pytest.raises(TokenError, match="exactly one of answer and direction=; got both"):
+        rp.direct_logit_attribution(run, 3, direction=direction)
+    with pytest.raises(TokenError, match="exactly one of answer and direction=; got both"):
+        rp.direct_logit_attribution(run, foil=3, direction=direction)
+    with pytest.raises(TokenError, match="exactly one of answer and direction=; got neither"):
+        rp.direct_logit_attribution(run)
 
 
 # Batches

@@ -36,7 +36,7 @@ ORDER = (
     "attribution",
     "paths",
     "ablation",
-    "attention",
+    "patterns",
     "stream",
     "lens",
     "plots",

@@ -396,7 +396,7 @@ def test_a_control_of_later_layers_does_not_stand_for_earlier_ones(toy, monkeypa
     run = rp.capture(model, LONG)
     reading = as_metric(DIFF).bind(run)
     late, early = (
-        variants_of(run, [rp.parse(site)], rp.Zero(), [run.locate(None)], joint=False)
+        variants_of(run, [(rp.parse(site),)], rp.Zero(), [run.locate(None)])
         for site in ("resid_post.1", "resid_pre.1")
     )
     right = PlainBlocks.mlp_out

@@ -383,9 +383,8 @@ def test_each_group_of_prompts_has_a_control_of_its_own_whoever_works_it(monkeyp
     monkeypatch.setattr(PlainBlocks, "attend", only_short)
     model = zoo.fresh_named("gpt2_untied")
     run = rp.capture(model, [[1, 2, 3]] * 400 + [list(range(1, 31))] * 40)
-    sites = rp.heads(run.view)[:2]
-    where = [run.locate(None)]
-    variants = variants_of(run, sites, rp.Zero(), where, joint=False)
+    groups = [(head,) for head in rp.heads(run.view)[:2]]
+    variants = variants_of(run, groups, rp.Zero(), [run.locate(None)])
     found = engine.rerun(run, variants, METRIC.bind(run), share=Part())
     assert found.routes == (("replay",) if worked == "widest" else ("plain",))
 

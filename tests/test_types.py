@@ -1,10 +1,12 @@
 """What an editor knows of the package: every public name, and a kind that is none."""
 
 import ast
+import inspect
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,31 @@ def test_type_checkers_see_exactly_the_public_names():
 def test_the_errors_are_there_after_the_import():
     code = "import resid_patching as rp, sys; rp.errors.GapError; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def _public_functions():
+    for name in rp.__all__:
+        value = getattr(rp, name)
+        if inspect.isfunction(value):
+            yield name, value
+        elif inspect.isclass(value):
+            members = inspect.getmembers(value, inspect.isroutine)
+            for member, function in members:
+                is_ours = "resid_patching" in str(getattr(function, "__module__", None))
+                if is_ours and (member == "__init__" or not member.startswith("_")):
+                    yield f"{name}.{member}", function
+
+
+def test_no_required_argument_of_a_public_function_is_of_any_type():
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    loose = [
+        f"{name}({parameter.name})"
+        for name, function in _public_functions()
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in named and parameter.default is parameter.empty
+        if parameter.annotation in ("Any", Any)
+    ]
+    assert loose == []
 
 
 @pytest.mark.full

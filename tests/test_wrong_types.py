@@ -27,10 +27,36 @@ MISTAKES = {
     "answer": ("dla(1.5, 6)", "TokenError", "one for each prompt; got 1.5"),
     "answers": ("dla([1.5, 2, 3], 6)", "TokenError", "got 1.5"),
     "answer tensor": ("dla(torch.tensor([1.5, 2.0, 3.0]), 6)", "TokenError", "got 1.5"),
-    "no answer": ("dla(None, 6)", "TokenError", "got None"),
+    "no answer": ("dla(None, 6)", "TokenError", "one of answer and direction=; got neither"),
+    "answer and direction": (
+        "dla(3, 6, direction=torch.ones(32))",
+        "TokenError",
+        "one of answer and direction=; got both",
+    ),
+    "a list as direction": ("dla(None, None, direction=[1.0])", "ValueError", "a tensor [d_model]"),
+    "words as direction": ("dla(None, None, direction='up')", "ValueError", "a tensor [d_model]"),
     "position": ("dla(3, 6, positions=1.0)", "PositionError", "one whole number"),
     "positions": ("dla(3, 6, positions=[0, 1.5, 1])", "PositionError", "[0, 1.5, 1]"),
     "a text as positions": ("dla(3, 6, positions='last')", "PositionError", "'last'"),
+    "a span": ("dla(3, 6, positions=[[0], [1], [2, 1]])", "PositionError", "no span; got [[0], "),
+    "a span of a metric": (
+        "rp.measure(run, rp.logit(3, position=[[0, 1]] * 3))",
+        "PositionError",
+        "here each prompt has one position, no span; got [[0, 1],",
+    ),
+    "positions and spans": ("at([[0, 1], 2, [1]])", "PositionError", "are mixed in [[0, 1], 2, ["),
+    "a fraction in a span": ("at([[0], [1.5], [1]])", "PositionError", "numbers; got [1.5]"),
+    "a list in a span": ("at([[0], [[1]], [1]])", "PositionError", "numbers; got [[1]]"),
+    "a list for a tuple": (
+        "rp.ablate(run, [['1.2', '1.3']], rp.Zero(), metric=rp.loss())",
+        "AddressError",
+        "an address is a text such as '9.9' or 'mlp.6', got ['1.2', '1.3']",
+    ),
+    "renormalised": (
+        "rp.attention('1.2', queries=-1, keys=0, renormalise=None)",
+        "AblationError",
+        "has no default; got None",
+    ),
     "grain": ("dla(3, 6, by='heads')", "ValueError", "component, head or neuron; got 'heads'"),
     "no grain": ("dla(3, 6, by=None)", "ValueError", "component, head or neuron; got None"),
     "grain of parts": ("rp.decompose(run, by='heads')", "ValueError", "got 'heads'"),
@@ -104,6 +130,9 @@ def dla(answer, foil, **options):
 
 def ablate(how, metric=rp.loss()):
     return rp.ablate(run, "1.2", how, metric=metric)
+
+def at(positions):
+    return rp.ablate(run, "1.2", rp.Zero(), metric=rp.loss(), positions=positions)
 
 def pairs(*, seed=0, corrupt="names"):
     return rp.indirect_object_prompts(rp.load("demo"), 2, seed=seed, corrupt=corrupt)

@@ -137,7 +137,8 @@ class Slow:
             return torch.arange(length).expand(n, -1)
         if isinstance(positions, int):
             positions = [positions] * n
-        return torch.tensor([[position % length] for position in positions])
+        spans = [[span] if isinstance(span, int) else span for span in positions]
+        return torch.tensor([[position % length for position in span] for span in spans])
 
     def changed(self, sites: Sequence[str], positions: Any, new: Any) -> tuple[Tensor, Tensor]:
         """Logits with the sites replaced: the model run again, and everything later frozen.

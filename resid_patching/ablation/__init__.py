@@ -6,7 +6,15 @@ from resid_patching.ablation.held import ablated
 from resid_patching.ablation.kinds import Kind, Mean, Path, Resample, Zero
 from resid_patching.ablation.linearised import Linearised, linearised_paths
 from resid_patching.ablation.sharing import Rows
-from resid_patching.ablation.targets import Targets, heads, neurons, streams, writers
+from resid_patching.ablation.targets import (
+    Targets,
+    attention,
+    heads,
+    neurons,
+    streams,
+    windows_of,
+    writers,
+)
 from resid_patching.rerun import Route
 
 __all__ = [
@@ -22,10 +30,12 @@ __all__ = [
     "Zero",
     "ablate",
     "ablated",
+    "attention",
     "heads",
     "linearised_paths",
     "measure",
     "neurons",
     "streams",
+    "windows_of",
     "writers",
 ]

@@ -26,7 +26,7 @@ Scrubbing", on resampling; McGrath et al. 2023 (arXiv 2307.15771) on later layer
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,16 @@ from resid_patching.ablation.fills import Fills
 from resid_patching.ablation.held import positions_text, unheld
 from resid_patching.ablation.kinds import Kind, Path, count_prompts, require_kind
 from resid_patching.ablation.sharing import Rows, Shared, identity_of
-from resid_patching.ablation.targets import Targets, find_sites, list_targets, require_apart
+from resid_patching.ablation.targets import (
+    Attention,
+    Row,
+    Target,
+    Targets,
+    find_rows,
+    list_targets,
+    name_of_row,
+    site_of,
+)
 from resid_patching.address import Address
 from resid_patching.errors import AblationError, PositionError
 from resid_patching.metrics import Metric, as_metric
@@ -54,7 +63,7 @@ from resid_patching.paths import (
     require_senders,
 )
 from resid_patching.processes import Team
-from resid_patching.prompts import PositionIndex, Positions
+from resid_patching.prompts import PositionIndex, Spans
 from resid_patching.rerun import EVERYTHING, Edit, Route, Variant, rerun
 from resid_patching.rerun.engine import prompt_chunks
 from resid_patching.result import Axis, provenance
@@ -68,7 +77,7 @@ def ablate(
     how: Kind,
     *,
     metric: Metric | Callable[..., Tensor],
-    positions: Positions | str = None,
+    positions: Spans | str = None,
     joint: bool = False,
     routes: Sequence[Route] = ("plain", "replay", "full"),
     progress: Callable[[int], object] | None = None,
@@ -79,18 +88,20 @@ def ablate(
 
     Args:
         run: the run that is changed; it is the base, and what the metric is read from.
-        targets: addresses or their texts: writers, stream states, and a head's q, k, v, z and
-            pattern (k and v by key-value head). Paths start at writers alone. Or edges, such as
-            "9.6->10.0.q" or `rp.edges(run)`: of what the sender writes, the receiver alone hears
+        targets: addresses or their texts: writers, stream states, a head's q, k, v, z and pattern
+            (k and v by key-value head), and `rp.attention(...)`. A tuple of them in the list is one
+            row, whose members are replaced together. Paths start at writers alone. Or edges, such
+            as "9.6->10.0.q" or `rp.edges(run)`: of what the sender writes, the receiver alone hears
             the replacement, and the model behind the receiver is run again.
         how: `Zero()`, `Mean(...)`, `Resample(...)` or `Path(...)`. There is no default.
         metric: `rp.logit_diff(...)` or another of `metrics`, or a function of logits.
         positions: where the targets are replaced: None for all together, one position of every
-            prompt, one for each prompt, or "each" for every position in turn. For a pattern these
-            are the rows that attend.
-        joint: replace all targets together, in one row; else one at a time, one row each. What the
-            model computes later wins: a state keeps the value it is set to, whatever was written
-            into it, and so does a head's z, whatever its query is.
+            prompt, one for each prompt, several for each ([[2, 3, 4], [2, 3]], replaced together),
+            or "each" for every position in turn. For a pattern these are the rows that attend.
+            `rp.attention(...)` names positions of its own.
+        joint: replace all targets together, in one row; else one row at a time. What the model
+            computes later wins: a state keeps the value it is set to, whatever was written into
+            it, and so does a head's z, whatever its query is.
         routes: how the engine may run the variants; all give the same numbers.
         progress: called with the number of variants just done, for each group of prompts. Without
             it, a Jupyter notebook shows a bar, and nothing else does.
@@ -110,7 +121,8 @@ def ablate(
         AblationError: the kind is missing, a text, a class, or lacks what it needs.
         AddressError: a target or receiver this model does not have; or, replaced together, a layer
             and a part of it, which would be the layer alone.
-        PositionError: a prompt has no such position.
+        PositionError: a prompt has no such position, or a span and what takes its place are of
+            unequal length.
         PromptError: prompts of unequal length where a kind needs equal ones.
         NotFiniteError: the model's own states overflow on a prompt.
         SweepMismatchError: `rows` holds rows of another sweep.
@@ -121,29 +133,32 @@ def ablate(
     kind = require_kind(how)
     listed = list_targets(targets)
     edges = EdgeSet(find_edges(run.view, listed)) if any(map(is_edge, listed)) else None
-    sites = find_sites(run.view, listed) if edges is None else edges.senders
+    if edges is None:
+        groups = find_rows(run.view, targets, joint=joint)
+    else:
+        groups = [(sender,) for sender in edges.senders]
     each = isinstance(positions, str)
     if edges is not None:
         _require_edges(kind, joint and (rows is not None or team is not None))
     if each:
         _require_each(positions, kind, edges is not None)
-    if joint and edges is None:
-        require_apart(sites)
+    all_targets = [target for group in groups for target in group]
+    if positions is not None and any(isinstance(target, Attention) for target in all_targets):
+        raise AblationError(
+            "rp.attention(...) names its queries itself; leave out positions=, or ablate the other "
+            "targets in a call of their own"
+        )
     if isinstance(kind, Path):
-        require_senders(sites)
+        require_senders(list(map(site_of, all_targets)))
         require_receivers(run.view, kind.ends)
     chosen = as_metric(metric)
     require(run.view, "stream", "readout")
     reading = chosen.bind(run)
-    places = run.prompts.each_position() if each else [run.locate(positions)]
-    variants = variants_of(run, sites, kind, places, joint=joint and edges is None)
-    labels = tuple(map(str, sites if edges is None else edges.edges))
-    if joint and edges is not None and len(labels) > 8:
-        labels = (f"{edges.edges[0]} + ... + {edges.edges[-1]} ({len(labels)} edges)",)
-    elif joint:
-        labels = (" + ".join(labels) or "nothing",)
+    places = run.prompts.each_position() if each else [run.prompts.locate_spans(positions)]
+    variants = variants_of(run, groups, kind, places)
+    labels = tuple(map(name_of_row, groups)) if edges is None else edges.labels(joint)
     axes = [Axis("target", labels), Axis("batch", tuple(range(len(run))))]
-    where = positions_text(positions)
+    where = _where_text(positions, places, all_targets)
     origin = provenance(run, _plan(run, kind, chosen, where, joint, edges is not None))
     team = Team() if team is None else team
     share = EVERYTHING
@@ -239,22 +254,45 @@ def _by_place(values: Tensor, places: Sequence[PositionIndex]) -> Tensor:
 
 
 def variants_of(
-    run: Run,
-    sites: Sequence[Address],
-    kind: Kind,
-    places: Sequence[PositionIndex],
-    *,
-    joint: bool,
+    run: Run, groups: Sequence[Row], kind: Kind, places: Sequence[PositionIndex]
 ) -> list[Variant]:
     """The edits of each row of an ablation, place by place; for a path, those of its senders."""
-    fills = Fills(run, kind.using if isinstance(kind, Path) else kind, list(sites))
-    new = {site: fills.fill(site) for site in sites}
-    groups = [sites] if joint else [[site] for site in sites]
+    targets = list(dict.fromkeys(target for group in groups for target in group))
+    replaced = places[0] if len(places) == 1 else run.locate(None)
+    fills = Fills(run, kind.using if isinstance(kind, Path) else kind, targets, replaced)
+    new = {target: fills.fill(target) for target in targets}
+    queries: dict[Target, PositionIndex] = {
+        target: run.prompts.locate_spans(target.queries)
+        for target in targets
+        if isinstance(target, Attention)
+    }
+    for group in groups:
+        _require_own_queries(group, queries)
     return [
-        tuple(Edit(site, unheld(run, site, place), new[site]) for site in group)
+        tuple(
+            Edit(site_of(one), unheld(run, site_of(one), queries.get(one, place)), new[one])
+            for one in group
+        )
         for group in groups
         for place in places
     ]
+
+
+def _require_own_queries(group: Row, queries: Mapping[Target, PositionIndex]) -> None:
+    """Raises PositionError where two targets of a row set the same query's weights."""
+    seen: set[tuple[Address, int, int]] = set()
+    for target in group:
+        if target not in queries:
+            continue
+        for prompt, positions in enumerate(queries[target].index.tolist()):
+            for position in filter(lambda position: position >= 0, positions):
+                cell = (site_of(target), prompt, position)
+                if cell in seen:
+                    raise PositionError(
+                        f"{target} and another target of its row both replace weights of query "
+                        f"{position} in prompt {prompt}; give one target with the keys of both"
+                    )
+                seen.add(cell)
 
 
 def measure(run: Run, metric: Metric | Callable[..., Tensor]) -> Float[Tensor, " batch"]:
@@ -276,3 +314,13 @@ def _plan(run: Run, kind: Kind, metric: Metric, where: str, joint: bool, of_edge
         base = f"base of {count_prompts(run)}"
         return f"{kind}{together}, sent from {where}, {base}, effect on {metric}"
     return f"{kind} ablation{together} at {where}, effect on {metric}"
+
+
+def _where_text(
+    positions: Spans | str, places: Sequence[PositionIndex], targets: Sequence[Target]
+) -> str:
+    """Where targets are replaced, in words."""
+    if n_own := sum(isinstance(target, Attention) for target in targets):
+        own = "the queries of each attention target"
+        return own if n_own == len(targets) else f"all positions; {own}"
+    return positions_text(positions, places)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from resid_patching.address import Head, parse
+from resid_patching.address import Address, Head
 from resid_patching.errors import SmallDenominatorWarning, warn
 from resid_patching.markup import number_text
 from resid_patching.result import Axis, Result, place_of, standard_error
@@ -95,7 +95,7 @@ class Effect(Result):
             return ()
         return tuple(map(str, columns.labels))
 
-    def receiver(self, label: Any) -> Effect:
+    def receiver(self, label: str | Address) -> Effect:
         """One column of a path to several receivers side by side.
 
         Raises:
@@ -104,7 +104,7 @@ class Effect(Result):
         effect = self._column("receiver", label)
         return dataclasses.replace(effect, path_to=(str(label),))
 
-    def reader(self, label: Any) -> Effect:
+    def reader(self, label: str | Address) -> Effect:
         """The old name of `receiver`; it goes in the next version."""
         warnings.warn("Effect.reader is now Effect.receiver", DeprecationWarning, stacklevel=2)
         return self.receiver(label)
@@ -125,7 +125,7 @@ class Effect(Result):
             self._column("position", place), positions=f"position {int(place)}"
         )
 
-    def _column(self, name: str, label: Any) -> Effect:
+    def _column(self, name: str, label: str | int | Address) -> Effect:
         place = self.axis(name).index(label)
         axes = tuple(axis for axis in self.axes if axis.name != name)
         return dataclasses.replace(
@@ -377,13 +377,18 @@ class Effect(Result):
             raise ValueError(f"choose one {name} first: effect.{name}(...).{wanted}")
 
     def grid(self, of: Literal["total", "direct", "indirect"] = "total") -> Result:
-        """Heads as layer × head × batch; NaN where a head was no target.
+        """Heads as layer × head × batch; NaN where a head was no target of its own.
 
         Raises:
-            ValueError: no target is a head, or there are several receivers or positions.
+            ValueError: no target is a single head, or there are several receivers or positions.
         """
         self._require_one_column("grid()")
-        heads = {i: a for i, t in enumerate(self.targets) if isinstance(a := parse(t), Head)}
+        places = {i: place_of(target) for i, target in enumerate(self.targets)}
+        heads = {
+            i: Head(layer, head)
+            for i, (layer, head) in places.items()
+            if layer is not None and head is not None
+        }
         if not heads:
             raise ValueError(f"a grid is of heads; the targets are {', '.join(self.targets[:4])}")
         source = {"total": self.total, "direct": self.direct, "indirect": self.indirect}[of]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from resid_patching.ablation.kinds import Mean, Resample, Source, Zero
+from resid_patching.ablation.targets import Attention, Target, site_of
 from resid_patching.address import (
     Address,
     Attn,
@@ -22,36 +23,57 @@ from resid_patching.address import (
     Stream,
     hook_name,
 )
-from resid_patching.errors import AblationError, NotFiniteError, PromptError
+from resid_patching.errors import AblationError, NotFiniteError, PositionError, PromptError
 from resid_patching.models import ModelView, name_of, remedy, take
+from resid_patching.prompts import PositionIndex
 from resid_patching.rerun import Fill, clean_hook, site_value
 from resid_patching.run import Run
 
 
 class Fills:
-    """The new values of every site under one kind."""
+    """The new values of every target under one kind.
 
-    def __init__(self, run: Run, kind: Source, sites: list[Address]) -> None:
+    Args:
+        run: the run that is changed.
+        kind: what targets are replaced with.
+        targets: all of them.
+        replaced: the positions that are replaced, which `at=` pairs with others.
+    """
+
+    def __init__(
+        self, run: Run, kind: Source, targets: Sequence[Target], replaced: PositionIndex
+    ) -> None:
         self.run, self.kind = run, kind
         self.partner: Tensor | None = None
         self.means: dict[Address, Tensor] = {}
+        # What stands for each position of the run [batch, pos]: a position of the source, or an
+        # element of the mean. None where positions stand for themselves.
+        self.paired: Tensor | None = None
+        sites = list(dict.fromkeys(map(site_of, targets)))
+        self.patterns = [s for s in sites if isinstance(s, HeadNode) and s.which == "pattern"]
         if isinstance(kind, Mean):
             _require_same_model(run, kind.reference, "reference")
-            self._require_alignment(kind, sites)
+            self._require_alignment(kind)
             self.means = _means(kind, sites)
+            if kind.at is not None:
+                _require_no_pattern([t for t in targets if isinstance(t, Attention)])
+            if kind.at is not None and keeps_position(kind):
+                self.paired = _paired(run, replaced, _elements(run, kind))
         if isinstance(kind, Resample):
             _require_same_model(run, kind.source, "source")
             self.partner = _partners(run, kind)
+            if kind.at is not None:
+                _require_no_pattern(self.patterns)
+                self.paired = _paired(run, replaced, kind.source.prompts.locate_spans(kind.at))
             _prefetch(kind.source, sites)
-        if embeddings := [site for site in sites if isinstance(site, Embed | PosEmbed)]:
-            _prefetch(run, embeddings)
+        own = [site for site in sites if isinstance(site, Embed | PosEmbed)]
+        _prefetch(run, [*own, *(t.node for t in targets if isinstance(t, Attention))])
 
-    def _require_alignment(self, kind: Mean, sites: list[Address]) -> None:
+    def _require_alignment(self, kind: Mean) -> None:
         """A mean that keeps position needs prompts whose positions mean the same."""
-        patterns = [s for s in sites if isinstance(s, HeadNode) and s.which == "pattern"]
         keeps = kind.over == ("batch",) and kind.at is None
         lengths = set(self.run.prompts.lengths) | set(kind.reference.prompts.lengths)
-        if len(lengths) > 1 and (keeps or patterns):
+        if len(lengths) > 1 and (keeps or self.patterns):
             ours, theirs = (
                 sorted(set(self.run.prompts.lengths)),
                 sorted(set(kind.reference.prompts.lengths)),
@@ -61,16 +83,18 @@ class Fills:
                 f"tokens, the reference {theirs}. Use over=('batch', 'pos'), or name the "
                 "reference's positions with at=."
             )
-        if patterns and "pos" in kind.over:
+        if self.patterns and "pos" in kind.over:
             raise AblationError(
-                f"{patterns[0]}: a pattern's rows attend to different numbers of positions, so "
-                "their mean over positions means nothing; use over=('batch',)"
+                f"{self.patterns[0]}: a pattern's rows attend to different numbers of positions, "
+                "so their mean over positions means nothing; use over=('batch',)"
             )
 
-    def fill(self, site: Address) -> Fill:
-        """The function that gives a site's new values; of embeddings, new - old."""
-        new = self.value(site)
-        return self._as_change(site, new) if isinstance(site, Embed | PosEmbed) else new
+    def fill(self, target: Target) -> Fill:
+        """The function that gives a target's new values; of embeddings, new - old."""
+        if isinstance(target, Attention):
+            return self._between(target)
+        new = self.value(target)
+        return self._as_change(target, new) if isinstance(target, Embed | PosEmbed) else new
 
     def value(self, site: Address) -> Fill:
         """The function that gives a site's new values."""
@@ -81,6 +105,35 @@ class Fills:
                 return self._mean(site)
             case Resample():
                 return self._resampled(site)
+
+    def _between(self, target: Attention) -> Fill:
+        """Rows of the run's own pattern with the weights of some keys replaced."""
+        queries, keys = map(self.run.prompts.locate_spans, (target.queries, target.keys))
+        own, new = _values(self.run, target.node), self.fill(target.node)
+        _require_seen(target, queries, keys)
+        places = torch.arange(own.shape[2], device=keys.index.device)
+        is_key = (keys.index[:, :, None] == places).any(1).to(own.device)  # [batch, pos]
+        if target.renormalise:
+            _require_others(target, queries, take(own, queries.index), is_key)
+
+        def fill(rows: slice, index: Tensor) -> Tensor:
+            width = max(self.run.prompts.lengths[rows])
+            old = take(own[rows].to(index.device), index)[..., :width]
+            replaced = is_key[rows, None, :width].to(index.device).expand_as(old)
+            changed = torch.where(replaced, new(rows, index).to(old), old)
+            if not target.renormalise:
+                return changed
+            taken = (old - changed).sum(-1, keepdim=True)
+            others = old.masked_fill(replaced, 0).sum(-1, keepdim=True)
+            scale = 1 + taken / others.masked_fill(others == 0, 1)  # 0 where there is no query
+            return torch.where(replaced, changed, old * scale)
+
+        return fill
+
+    def _places(self, rows: slice, index: Tensor) -> Tensor:
+        """Where what stands for some positions is found, in the source or among a mean's."""
+        index = index.clamp_min(0)
+        return index if self.paired is None else self.paired[rows].to(index).gather(1, index)
 
     def _as_change(self, site: Address, new: Fill) -> Fill:
         """Embeddings are replaced in the sum they start: the engine is given new - old."""
@@ -105,16 +158,15 @@ class Fills:
         return zeros
 
     def _mean(self, site: Address) -> Fill:
-        mean = self.means[site]
-        by_position = isinstance(self.kind, Mean) and self.kind.over == ("batch",)
-        by_position = by_position and isinstance(self.kind, Mean) and self.kind.at is None
+        assert isinstance(self.kind, Mean)
+        mean, by_place = self.means[site], keeps_position(self.kind)
 
         def fill(rows: slice, index: Tensor) -> Tensor:
             value = mean.to(index.device)
             if isinstance(site, AttnBias | MLPBias):
                 return value.expand(*index.shape, -1)
-            if by_position:
-                return value[index.clamp_min(0)]
+            if by_place:
+                return value[self._places(rows, index)]
             return value.expand(*index.shape, *value.shape)
 
         return fill
@@ -128,7 +180,8 @@ class Fills:
         def fill(rows: slice, index: Tensor) -> Tensor:
             if isinstance(site, AttnBias | MLPBias):
                 return values[0].to(index.device).expand(*index.shape, -1)
-            found = take(values[partner[rows].to(values.device)].to(index.device), index)
+            places = self._places(rows, index)
+            found = take(values[partner[rows].to(values.device)].to(index.device), places)
             return found[..., : max(self.run.prompts.lengths[rows])] if is_pattern else found
 
         return fill
@@ -201,14 +254,89 @@ def _partners(run: Run, kind: Resample) -> Tensor:
                 f"run ({len(ours)})"
             )
         for row, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            if a != b:
+            if a != b and kind.at is None:
                 raise PromptError(
                     f"prompt {row} has {a} tokens, its source {b}; resampling pairs positions, so "
-                    "both need the same length"
+                    "both need the same length, or name the source's positions with at="
                 )
         return torch.arange(len(ours), device="cpu")
     assert kind.seed is not None
     return _derangement(run, kind.source, kind.seed)
+
+
+def _require_no_pattern(patterns: Sequence[Target]) -> None:
+    """Raises AblationError where rows of a pattern would come from other positions."""
+    if patterns:
+        raise AblationError(
+            f"{patterns[0]}: a query weighs the positions of its own prompt, so what other queries "
+            "weigh cannot take its place; leave out at="
+        )
+
+
+def keeps_position(kind: Mean) -> bool:
+    """Whether there is a mean for each position, or for each element of the named spans."""
+    if kind.over != ("batch",):
+        return False
+    return kind.at is None or kind.reference.prompts.locate_spans(kind.at).index.shape[1] > 1
+
+
+def _elements(run: Run, kind: Mean) -> PositionIndex:
+    """The elements of a mean over spans of one length, for each prompt of the run."""
+    where = kind.reference.prompts.locate_spans(kind.at)
+    if not bool(where.valid.all()):
+        sizes = where.valid.sum(1)
+        raise PositionError(
+            f"Mean: the spans of the reference hold {int(sizes.min())} to {int(sizes.max())} "
+            "positions; a mean for each of them, over=('batch',), needs spans of one length. Use "
+            "over=('batch', 'pos') for one mean of all"
+        )
+    n = torch.arange(where.index.shape[1], device=where.index.device)
+    return PositionIndex(n.expand(len(run), -1))
+
+
+def _paired(run: Run, replaced: PositionIndex, other: PositionIndex) -> Tensor:
+    """For each replaced position [batch, pos], what stands for it.
+
+    Raises:
+        PositionError: there are not as many of these as of those.
+    """
+    counts = zip(replaced.valid.sum(1).tolist(), other.valid.sum(1).tolist(), strict=True)
+    for prompt, (n, m) in enumerate(counts):
+        if n != m:
+            raise PositionError(
+                f"prompt {prompt}: {n} positions are replaced, but at= names {m} in their place; "
+                "name one for each, in the same order"
+            )
+    table = torch.zeros(
+        len(run), max(run.prompts.lengths), dtype=torch.long, device=replaced.index.device
+    )
+    prompt, column = replaced.valid.nonzero(as_tuple=True)
+    table[prompt, replaced.index[prompt, column]] = other.index[prompt, column].to(table)
+    return table
+
+
+def _require_seen(target: Attention, queries: PositionIndex, keys: PositionIndex) -> None:
+    """Raises PositionError where no query of a prompt can see any of its keys."""
+    last = queries.index.amax(1)
+    first = keys.index.masked_fill(~keys.valid, torch.iinfo(torch.long).max).amin(1)
+    if blind := (first > last).nonzero().flatten().tolist():
+        prompt = blind[0]
+        raise PositionError(
+            f"{target}: in prompt {prompt} every key is behind every query (the first key is "
+            f"{int(first[prompt])}, the last query {int(last[prompt])}), so there is no attention"
+        )
+
+
+def _require_others(target: Attention, queries: PositionIndex, old: Tensor, is_key: Tensor) -> None:
+    """Raises PositionError where a query has no weight on other keys that could be scaled."""
+    others = old.masked_fill(is_key[:, None], 0).sum(-1)
+    empty = (others <= 0) & queries.valid.to(others.device)
+    if bool(empty.any()):
+        prompt, column = empty.nonzero()[0].tolist()
+        raise PositionError(
+            f"{target}: query {int(queries.index[prompt, column])} of prompt {prompt} has no "
+            "weight on any other key, so nothing is left to renormalise"
+        )
 
 
 def _derangement(run: Run, source: Run, seed: int) -> Tensor:
@@ -247,8 +375,8 @@ def _rows_as_tuples(run: Run) -> list[tuple[int, ...]]:
 def _means(kind: Mean, sites: list[Address]) -> dict[Address, Tensor]:
     """The mean of every site over the reference, streamed: nothing of it is kept."""
     run, view = kind.reference, kind.reference.view
-    where = run.locate(kind.at)
-    by_position = kind.over == ("batch",) and kind.at is None
+    where = run.prompts.locate_spans(kind.at)
+    by_position = keeps_position(kind)
     sums: dict[str, Tensor] = {}
     counts = where.valid.sum(0) if by_position else where.valid.sum()
 

@@ -12,9 +12,11 @@ it stayed on: activations, logits, lenses, attribution, patterns, and the baseli
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from resid_patching.ablation.fills import Fills
 from resid_patching.ablation.kinds import Mean, Path, Source, Zero, refusal, require_kind
-from resid_patching.ablation.targets import Targets, find_sites, require_apart
+from resid_patching.ablation.targets import Attention, Targets, find_rows, site_of
 from resid_patching.address import (
     MLP,
     Address,
@@ -31,7 +33,7 @@ from resid_patching.address import (
 )
 from resid_patching.errors import AblationError
 from resid_patching.models import exact, require
-from resid_patching.prompts import PositionIndex, Positions
+from resid_patching.prompts import PositionIndex, Spans
 from resid_patching.rerun import Held, HeldEdit, held_in, require_acting
 from resid_patching.run import Run
 
@@ -39,7 +41,7 @@ _SHOWN = 6
 
 
 @exact()
-def ablated(run: Run, targets: Targets, how: Source, *, positions: Positions = None) -> Run:
+def ablated(run: Run, targets: Targets, how: Source, *, positions: Spans = None) -> Run:
     """The run of the same prompts with targets replaced, all together, whenever the model runs.
 
     What the model computes later wins, as in `ablate`: a state keeps the value that it is set to.
@@ -50,7 +52,8 @@ def ablated(run: Run, targets: Targets, how: Source, *, positions: Positions = N
             the new one counts. A cache that was given to it is not read.
         targets: addresses or their texts, as in `ablate`. Of biases, replace the whole write.
         how: `Zero()`, `Mean(...)` or `Resample(...)`. There is no default.
-        positions: where: None for all, one position of every prompt, or one for each prompt.
+        positions: where: None for all, one position of every prompt, one for each, or a list for
+            each.
 
     Returns:
         A `Run`; its text, and the provenance of what is read from it, name the replacement.
@@ -66,8 +69,10 @@ def ablated(run: Run, targets: Targets, how: Source, *, positions: Positions = N
     kind, view = require_kind(how), run.view
     if isinstance(kind, Path):
         raise refusal("a run cannot carry a path, only a part of the model that is replaced whole")
-    sites = find_sites(view, targets)
-    require_apart(sites)
+    (row,) = find_rows(view, targets, joint=True)
+    if any(isinstance(target, Attention) for target in row):
+        raise AblationError("a run cannot carry rp.attention(...); replace a pattern or a head")
+    sites = [site_of(target) for target in row]
     if not sites:
         raise AblationError("a run that is ablated needs a target, such as 'attn.6'")
     if biases := [site for site in sites if isinstance(site, AttnBias | MLPBias)]:
@@ -76,12 +81,13 @@ def ablated(run: Run, targets: Targets, how: Source, *, positions: Positions = N
     view.require_unchanged()
     require(view, "stream", "readout")
     require_acting(view, sites)
-    where, fills = run.locate(positions), Fills(run, kind, sites)
+    where = run.prompts.locate_spans(positions)
+    fills = Fills(run, kind, sites, where)
     edits = tuple(
         HeldEdit(site, where, fills.value(site), positions is None and _goes_on(kind, site))
         for site in sites
     )
-    text = f"{kind} ablation of {_listed(sites)} at {positions_text(positions)}"
+    text = f"{kind} ablation of {_listed(sites)} at {positions_text(positions, [where])}"
     text = text if run.intervention is None else f"{run.intervention} and {text}"
     held = Held(view, text, (*held_in(run), *edits))
     return Run(view, run.prompts, run.max_bytes, intervention=held)
@@ -123,10 +129,15 @@ def _whole_of(site: Address) -> Address | None:
     return None
 
 
-def positions_text(positions: Positions | str) -> str:
-    """Positions in words."""
+def positions_text(positions: Spans | str, places: Sequence[PositionIndex]) -> str:
+    """Positions in words, from what was given and from where it was found."""
     if positions is None:
         return "all positions"
     if isinstance(positions, str):
         return "each position in turn"
-    return f"position {positions}" if isinstance(positions, int) else "one position a prompt"
+    if isinstance(positions, int):
+        return f"position {positions}"
+    sizes = sorted(set(places[0].valid.sum(1).tolist()))
+    if sizes == [1]:
+        return "one position a prompt"
+    return f"{' to '.join(map(str, {sizes[0]: 0, sizes[-1]: 0}))} positions a prompt"

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 from resid_patching.address import Address
 from resid_patching.errors import AblationError
 from resid_patching.paths import MLPs, Receivers, receiver_set
-from resid_patching.prompts import Positions
+from resid_patching.prompts import Spans
 from resid_patching.run import Run
 
 _KINDS = (
@@ -51,14 +51,16 @@ class Mean:
         reference: a run over the same model; its pads are left out.
         over: the averaged axes, required: ("batch",) keeps position and needs prompts of one
             length, ("batch", "pos") is one mean for all positions.
-        at: positions of the reference that are averaged (one, or one for each of its prompts)
-            instead of all; the mean is then used at every edited position, which aligns prompts
-            of unequal length by a named position.
+        at: positions of the reference that are averaged instead of all, which aligns prompts of
+            unequal length by named positions. One of each prompt: the mean is used at every
+            replaced position. Several of each prompt: with ("batch", "pos") likewise; with
+            ("batch",) the mean of the first takes the place of the first replaced position, and
+            so on, so all spans are of one length.
     """
 
     reference: Run
     over: Over
-    at: Positions = None
+    at: Spans = None
 
     def __post_init__(self) -> None:
         _require_run("Mean", "reference", self.reference)
@@ -81,16 +83,23 @@ class Mean:
 class Resample:
     """The target's activation is replaced by its value on other prompts, at the same positions.
 
+        Resample(source)                            prompts of equal length
+        Resample(source, at=[[4, 5, 6], [3, 4]])    for positions=[[2, 3, 4], [2, 3]]
+
     Attributes:
         source: a run over the same model.
         pairing: `rowwise` pairs row i with row i; `shuffle` draws rows of the source with a seed,
             never a row's own.
         seed: required by `shuffle`, refused by `rowwise`.
+        at: the positions of the source that stand for the replaced ones, element by element, so
+            that base and source may be of unequal length: one of every prompt, one for each, or a
+            list for each. None for the same positions. With `rowwise` alone.
     """
 
     source: Run
     pairing: Pairing = "rowwise"
     seed: int | None = None
+    at: Spans = None
 
     def __post_init__(self) -> None:
         _require_run("Resample", "source", self.source)
@@ -101,10 +110,13 @@ class Resample:
             raise refusal(f"Resample: a shuffle needs a seed, such as seed=0; got {self.seed!r}")
         if self.pairing == "rowwise" and self.seed is not None:
             raise refusal("Resample: pairing='rowwise' draws nothing; leave out the seed")
+        if self.pairing == "shuffle" and self.at is not None:
+            raise refusal("Resample: at= pairs positions row by row; leave it out with a shuffle")
 
     def __str__(self) -> str:
         seed = "" if self.seed is None else f", seed {self.seed}"
-        return f"resample {self.pairing} from {count_prompts(self.source)}{seed}"
+        where = "" if self.at is None else " at named positions"
+        return f"resample {self.pairing}{where} from {count_prompts(self.source)}{seed}"
 
 
 @dataclass(frozen=True, eq=False)

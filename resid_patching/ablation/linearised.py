@@ -14,10 +14,10 @@ from torch import Tensor
 
 from resid_patching.ablation.ablating import ablate, variants_of
 from resid_patching.ablation.kinds import Path, refusal
-from resid_patching.ablation.targets import Targets, find_sites
+from resid_patching.ablation.targets import Targets, find_rows
 from resid_patching.metrics import Metric, as_metric
 from resid_patching.paths import patch_paths
-from resid_patching.prompts import Positions
+from resid_patching.prompts import Spans
 from resid_patching.result import Result, provenance
 from resid_patching.run import Run
 
@@ -46,7 +46,7 @@ def linearised_paths(
     how: Path,
     *,
     metric: Metric | Callable[..., Tensor],
-    positions: Positions = None,
+    positions: Spans = None,
     joint: bool = False,
 ) -> Linearised:
     """Path effects as they would be with the norm of each receiver frozen, beside the exact ones.
@@ -70,8 +70,8 @@ def linearised_paths(
     if not isinstance(how, Path):
         raise refusal(f"linearised_paths was given {how!r}, which is no Path")
     exact = ablate(run, targets, how, metric=metric, positions=positions, joint=joint)
-    sites = find_sites(run.view, targets)
-    senders = variants_of(run, sites, how, [run.locate(positions)], joint=joint)
+    groups = find_rows(run.view, targets, joint=joint)
+    senders = variants_of(run, groups, how, [run.prompts.locate_spans(positions)])
     reading = as_metric(metric).bind(run)
     found = patch_paths(run, senders, how.ends, reading, mlps=how.mlps, frozen_norms=True)
     patched = found.patched if how.is_sweep else found.patched[:, 0]

@@ -252,17 +252,19 @@ def identity_of(
     """
     run.view.require_unchanged(whole=True)
     using = kind.using if isinstance(kind, Path) else kind
-    other = using.reference if isinstance(using, Mean) else None
-    other = using.source if isinstance(using, Resample) else other
+    other, at = None, None
+    match using:
+        case Mean():
+            other, at = using.reference, using.at
+        case Resample():
+            other, at = using.source, using.at
     for one in (run, other):
         if one is not None and one.cache is not None:
             raise AblationError(
                 "a sweep that is shared or kept in rows reads no cache; capture the prompts "
                 "without one"
             )
-    at = None
-    if isinstance(using, Mean) and using.at is not None:
-        at = _hash_of([using.reference.locate(using.at).index])
+    named = None if other is None or at is None else other.prompts.locate_spans(at).index
     interventions = [one and one.intervention and one.intervention.digest() for one in (run, other)]
     return {
         "kind": str(kind),
@@ -276,7 +278,7 @@ def identity_of(
         "weights": run.view.state.digest,
         "prompts": f"{origin.n_prompts} prompts, sha256 {origin.tokens}",
         "other prompts": None if other is None else f"sha256 {other.prompts.hash}",
-        "other positions": at,
+        "other positions": None if named is None else _hash_of([named]),
         "targets": list(targets),
         "receivers": list(kind.ends.labels) if isinstance(kind, Path) else [],
         "plan": origin.plan,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from resid_patching.address import (
     MLP,
@@ -20,26 +24,56 @@ from resid_patching.address import (
     parse,
 )
 from resid_patching.decomposition import writers_of
-from resid_patching.errors import AddressError
-from resid_patching.models import ModelView
+from resid_patching.errors import AblationError, AddressError
+from resid_patching.models import Model, ModelView
 from resid_patching.paths import view_of
+from resid_patching.prompts import Spans
 from resid_patching.rerun import require_site
+from resid_patching.run import Run
 
-Targets: TypeAlias = str | Address | Edge | Sequence[str | Address] | Sequence[str | Edge]
+
+@dataclass(frozen=True)
+class Attention:
+    """What chosen queries of a head read from chosen keys; made by `attention`.
+
+    Attributes:
+        node: the head's pattern.
+        queries: the positions that attend.
+        keys: the positions that they attend to.
+        renormalise: whether the other weights of these queries are scaled.
+    """
+
+    node: HeadNode
+    queries: Spans
+    keys: Spans
+    renormalise: bool
+
+    def __str__(self) -> str:
+        scaled = "renormalised" if self.renormalise else "not renormalised"
+        head = Head(self.node.layer, self.node.head)
+        return f"{head} attention from {_shown(self.queries)} to {_shown(self.keys)}, {scaled}"
 
 
-def heads(model: Any) -> list[Head]:
+Target: TypeAlias = Address | Attention
+Row: TypeAlias = tuple[Target, ...]
+"""What is replaced together, in one row of the result."""
+Targets: TypeAlias = (
+    str | Target | Edge | Sequence[str | Target | tuple[str | Target, ...]] | Sequence[str | Edge]
+)
+
+
+def heads(model: Model | Run) -> list[Head]:
     """Every head of a model, in order of layers."""
     view = view_of(model)
     return [Head(layer, h) for layer in range(view.n_layers) for h in range(view.n_heads)]
 
 
-def writers(model: Any) -> list[Address]:
+def writers(model: Model | Run) -> list[Address]:
     """Every component that writes to the stream: embeddings, attention layers, MLPs."""
     return list(writers_of(view_of(model), "component"))
 
 
-def streams(model: Any) -> list[Stream]:
+def streams(model: Model | Run) -> list[Stream]:
     """Every state of the stream between layers, and in their middle where there is one."""
     view = view_of(model)
     has_mid = not (view.parallel or view.attn_only)
@@ -48,7 +82,7 @@ def streams(model: Any) -> list[Stream]:
     return [*found, Stream(view.n_layers - 1, "post")]
 
 
-def neurons(model: Any, layer: int) -> list[Neuron]:
+def neurons(model: Model | Run, layer: int) -> list[Neuron]:
     """Every neuron of one layer.
 
     Raises:
@@ -67,45 +101,176 @@ def list_targets(targets: Targets) -> list[Any]:
     return list(given) if is_many else [given]
 
 
-def find_sites(view: ModelView, targets: Targets) -> list[Address]:
-    """Targets as addresses of this model, each once."""
-    sites = [parse(target) for target in list_targets(targets)]
-    for site in sites:
-        require_site(view, site)
-    seen: dict[Address, Address] = {}
-    for site in sites:
-        place = _place(site)
+def attention(head: str | Address, *, queries: Spans, keys: Spans, renormalise: bool) -> Attention:
+    """The attention of a head from some positions to others, as a target of `ablate`.
+
+        rp.attention("9.9", queries=-1, keys=[[2], [4]], renormalise=False)
+
+    The weights of the pattern from these queries to these keys are replaced: by zeros (`Zero`), by
+    those of the source between the same positions (`Resample`), or by their mean (`Mean`). The
+    other weights of these queries keep the values of the run, or are scaled.
+
+    Args:
+        head: such as "9.9".
+        queries: the positions that attend: one of every prompt (-1 is the last token), one for
+            each, a list for each, or None for all.
+        keys: the positions that they attend to, likewise. A key behind a query has no weight there.
+        renormalise: whether the other weights of each query are scaled so that its weights sum to
+            what they summed to before. With `Zero` this is the softmax without these keys. There
+            is no default.
+
+    Raises:
+        AddressError: no head.
+        AblationError: `renormalise` is neither True nor False.
+    """
+    match parse(head):
+        case Head(layer, number) | HeadNode(layer, number, "pattern"):
+            node = HeadNode(layer, number, "pattern")
+        case other:
+            raise AddressError(f"{other} is no head; attention is of a head such as 9.9")
+    if not isinstance(renormalise, bool):
+        raise AblationError(
+            "attention: renormalise is True (the other weights of the queries are scaled up or "
+            f"down) or False (they stay), and has no default; got {renormalise!r}"
+        )
+    return Attention(node, _fixed(queries), _fixed(keys), renormalise)
+
+
+def _fixed(positions: Spans) -> Any:
+    """Positions as whole numbers and tuples, which nobody changes later."""
+    listed: Any = positions.tolist() if isinstance(positions, Tensor) else positions
+    if not isinstance(listed, Iterable) or isinstance(listed, str):
+        return listed
+    return tuple(_fixed(one) for one in listed)
+
+
+def _shown(positions: Spans) -> str:
+    """Positions as text, the same for the same positions alone."""
+    if positions is None:
+        return "all"
+    text = str(positions).replace("(", "[").replace(",)", "]").replace(")", "]")
+    if len(text) <= 40:
+        return text
+    return f"{text[:20]} ... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+def windows_of(targets: Targets, size: int) -> list[Row]:
+    """Neighbours of a list as rows of `ablate`: `rp.windows_of(["attn.0", "attn.1", ...], 5)`.
+
+    Each window holds `size` consecutive targets, and begins one target after the window before it.
+    There are no shorter windows at the ends: n targets give n - size + 1 windows, so the first and
+    the last target are in one window alone. Neighbours are those of the list, whatever their
+    layers: give one target a layer, or a tuple a layer, whose members stay together.
+
+    Args:
+        targets: in the order of the model.
+        size: how many of them a window holds.
+
+    Raises:
+        AddressError: no address, or a size below 1 or above the number of targets.
+    """
+    rows = _read_rows(targets)
+    if not 1 <= size <= len(rows):
+        raise AddressError(f"windows of {size} were asked for, of {len(rows)} targets")
+    starts = range(len(rows) - size + 1)
+    return [tuple(one for row in rows[n : n + size] for one in row) for n in starts]
+
+
+def find_rows(view: ModelView, targets: Targets, *, joint: bool = False) -> list[Row]:
+    """Targets as rows, each of what is replaced together.
+
+    Args:
+        view: the model, which must have all of them.
+        targets: single targets, tuples of them, or texts such as "9.6 + 9.9".
+        joint: all of them in one row.
+
+    Raises:
+        AddressError: a target that the model lacks; the same twice in a row, or a part of another;
+            a row that is given twice; or one tuple in the place of a list.
+    """
+    rows = _read_rows(targets)
+    if joint:
+        rows = [tuple(target for row in rows for target in row)]
+    seen: dict[frozenset[Target], Row] = {}
+    for row in rows:
+        for target in row:
+            require_site(view, site_of(target))
+        _require_apart(row)
+        places = frozenset(map(_place, row))
+        if places in seen:
+            raise _twice(name_of_row(row), name_of_row(seen[places]))
+        seen[places] = row
+    return rows
+
+
+def _read_rows(targets: Targets) -> list[Row]:
+    if isinstance(targets, tuple):
+        raise AddressError(
+            'one tuple of targets can be read in two ways: write [("9.6", "9.9")] for one row, '
+            'in which they are replaced together, or ["9.6", "9.9"] for one row each'
+        )
+    if isinstance(targets, str) or not isinstance(targets, Iterable):
+        targets = [targets]
+    return [_read_row(target) for target in targets]
+
+
+def _read_row(given: str | Target | tuple[str | Target, ...]) -> Row:
+    """One row: a tuple, a text with "+" between its parts, or a single target."""
+    if isinstance(given, str):
+        given = tuple(given.split("+"))
+    if not isinstance(given, tuple):
+        given = (given,)
+    if not given:
+        raise AddressError("an empty tuple names no target")
+    return tuple(one if isinstance(one, Attention) else parse(one) for one in given)
+
+
+def name_of_row(row: Row) -> str:
+    """What a row is called in results."""
+    return " + ".join(map(str, row)) or "nothing"
+
+
+def site_of(target: Target) -> Address:
+    """The place of the model at which a target is replaced."""
+    return target.node if isinstance(target, Attention) else target
+
+
+def _place(target: Target) -> Target:
+    """What a target replaces: a head is replaced by its z."""
+    if isinstance(target, HeadNode) and target.which == "z":
+        return Head(target.layer, target.head)
+    return target
+
+
+def _twice(one: str, other: str) -> AddressError:
+    return AddressError(f"{one} was given twice" + (f" (once as {other})" if other != one else ""))
+
+
+def _require_apart(row: Row) -> None:
+    """Raises AddressError where a row holds a place twice, or a place and a part of it."""
+    seen: dict[Target, Target] = {}
+    for target in row:
+        place = _place(target)
         if place in seen:
-            other = "" if seen[place] == site else f" (once as {seen[place]})"
-            raise AddressError(f"{site} was given twice{other}")
-        seen[place] = site
-    return sites
+            raise _twice(str(target), str(seen[place]))
+        seen[place] = target
+    for target in row:
+        for whole in _wholes(target):
+            if whole in seen:
+                raise AddressError(
+                    f"{target} is a part of {whole}, so replacing both is replacing {whole} "
+                    "alone; give the whole or its parts"
+                )
 
 
-def _place(site: Address) -> Address:
-    """What a site replaces: a head is replaced by its z."""
-    if isinstance(site, HeadNode) and site.which == "z":
-        return Head(site.layer, site.head)
-    return site
-
-
-def require_apart(sites: Sequence[Address]) -> None:
-    """Raises AddressError where a layer is replaced together with a part of it."""
-    for site in sites:
-        whole = _layer_of(site)
-        if whole in sites:
-            raise AddressError(
-                f"{site} is a part of {whole}, so replacing both is replacing {whole} alone; give "
-                "the whole or its parts"
-            )
-
-
-def _layer_of(site: Address) -> Attn | MLP | None:
-    """The attention layer or MLP that a site is inside of."""
-    match site:
+def _wholes(target: Target) -> tuple[Address, ...]:
+    """What a target is a part of: an attention layer, an MLP, or a head's whole pattern."""
+    match target:
+        case Attention(node):
+            return node, Attn(node.layer)
         case Head(layer) | AttnBias(layer) | HeadInput(layer) | HeadNode(layer):
-            return Attn(layer)
+            return (Attn(layer),)
         case Neuron(layer) | MLPBias(layer):
-            return MLP(layer)
+            return (MLP(layer),)
         case _:
-            return None
+            return ()

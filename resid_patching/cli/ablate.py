@@ -87,7 +87,8 @@ def _add_flags(parser: argparse.ArgumentParser, kind: str) -> None:
     add_flags(
         parser,
         {
-            "targets TARGET*": "attn.6, mlp.0, 9.9 (a head), embed, resid_pre.6, 9.9.z, ...",
+            "targets TARGET*": "attn.6, mlp.0, 9.9 (a head), embed, resid_pre.6, 9.9.z, ...; "
+            "9.6+9.9: both together",
             f"--sweep {'|'.join(_SWEEPS)}": f"also {sweeps}",
             "--joint": "replace all targets together (unset: one at a time)",
             "--positions P|each": "replace at this position alone, from 0, or from the end if "
@@ -244,7 +245,8 @@ def _once(name: str, given: list[str] | None) -> list[str] | None:
 def _targets(view: ModelView, arguments: argparse.Namespace) -> list[Any]:
     from resid_patching.address import parse
 
-    return with_swept(view, [parse(text) for text in arguments.targets], arguments.sweep)
+    named = [text if "+" in text else parse(text) for text in arguments.targets]
+    return with_swept(view, named, arguments.sweep)
 
 
 # Running

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
     require_files(arguments)
     model, stand_in = load_model(arguments)
 
-    from resid_patching.attention import attention_patterns
+    from resid_patching.patterns import attention_patterns
     from resid_patching.run import capture
     from resid_patching.show.html import texts_frame
     from resid_patching.show.report import Report, drawn, section, token_facts

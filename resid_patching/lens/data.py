@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Int
@@ -26,6 +26,9 @@ from resid_patching.errors import OutOfDataError, PromptError
 from resid_patching.models import ModelView
 from resid_patching.texts import documents
 from resid_patching.tokens import bos_id, puts_bos, token_ids
+
+Texts: TypeAlias = str | os.PathLike[str] | Tensor | Iterable[Any]
+"""A text, a path to one, ids, or an iterable of these or of rows that hold a text."""
 
 _UNKNOWN = (
     "texts are a text, a pathlib.Path to a text or .jsonl file, token ids as a tensor "

@@ -40,7 +40,7 @@ from resid_patching.errors import (
     warn,
 )
 from resid_patching.lens import resume as resuming
-from resid_patching.lens.data import Windows, read_windows
+from resid_patching.lens.data import Texts, Windows, read_windows
 from resid_patching.lens.harvest import Held, harvest, require_finite
 from resid_patching.lens.loop import (
     RATES,
@@ -60,7 +60,7 @@ from resid_patching.lens.resume import FitState
 from resid_patching.lens.ridge import Solver, Statistics
 from resid_patching.lens.tuned import LensSite, TunedLens, site_rows
 from resid_patching.lens.unembed import LowUnembedding, Unembedding
-from resid_patching.models import ModelView, as_view, float64_home, require, uncast
+from resid_patching.models import Model, ModelView, as_view, float64_home, require, uncast
 from resid_patching.notebook import in_notebook
 from resid_patching.processes import Team
 
@@ -71,8 +71,8 @@ _CHOICE_TOKENS = 256
 
 @uncast()
 def fit_tuned_lens(
-    model: Any,
-    texts: Any,
+    model: Model,
+    texts: Texts,
     *,
     tokens: int | None = None,
     validation: Any = None,

@@ -57,7 +57,7 @@ from resid_patching.lens.readout import LensReadout
 from resid_patching.lens.results import limits_of
 from resid_patching.lens.states import last_state
 from resid_patching.lens.unembed import Unembedding
-from resid_patching.models import ModelView, as_view, exact, name_of, uncast
+from resid_patching.models import Model, ModelView, as_view, exact, name_of, uncast
 from resid_patching.prompts import Positions
 from resid_patching.result import Axis, Result, provenance
 from resid_patching.run import Run
@@ -103,7 +103,7 @@ class TunedLens(Shown, nn.Module):
         self.record = dict(record or {})
 
     @classmethod
-    def identity(cls, model: Any, *, site: LensSite = "resid_pre") -> TunedLens:
+    def identity(cls, model: Model, *, site: LensSite = "resid_pre") -> TunedLens:
         """The lens of a model before any fit: the logit lens.
 
         Args:
@@ -211,7 +211,7 @@ class TunedLens(Shown, nn.Module):
 
     @uncast()
     def logits(
-        self, model: Any, states: Float[Tensor, "*batch d_model"], layer: Address | str
+        self, model: Model, states: Float[Tensor, "*batch d_model"], layer: Address | str
     ) -> Float[Tensor, "*batch d_vocab"]:
         """The lens's logits of given states; differentiable like `translate`.
 
@@ -252,7 +252,7 @@ class TunedLens(Shown, nn.Module):
         rows = site_rows(self.site, self.fingerprint.n_layers)
         return LensReadout(run, rows, plan, translate)
 
-    def as_lens(self, model: Any, *, incl_mid: bool = False) -> Callable[[Tensor, int], Tensor]:
+    def as_lens(self, model: Model, *, incl_mid: bool = False) -> Callable[[Tensor, int], Tensor]:
         """What TransformerLens 4's `tools.analysis.logit_lens` takes as `lens=`.
 
         Its `index` counts rows of a stack (`0_pre`, with `incl_mid` also `0_mid`, ...,
@@ -321,7 +321,7 @@ class TunedLens(Shown, nn.Module):
 
     # Which model it is of
 
-    def mark(self, model: Any) -> str:
+    def mark(self, model: Model) -> str:
         """What readouts on a model say of what is not known: nothing where all of it is.
 
         Args:
@@ -357,7 +357,7 @@ class TunedLens(Shown, nn.Module):
 
     # Other weights of the same model
 
-    def rebase(self, model: Any, *, renamed: bool = False) -> TunedLens:
+    def rebase(self, model: Model, *, renamed: bool = False) -> TunedLens:
         """This lens for the same model with its weights processed otherwise, where that is exact.
 
         Args:
@@ -470,7 +470,7 @@ class TunedLens(Shown, nn.Module):
         checkpoint.save(self, folder, format)
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str], model: Any) -> TunedLens:
+    def load(cls, folder: str | os.PathLike[str], model: Model) -> TunedLens:
         """Reads a lens from a folder in either format, and checks that it is of this model.
 
         Args:

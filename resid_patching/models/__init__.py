@@ -23,6 +23,7 @@ from resid_patching.models.precision import (
 from resid_patching.models.view import (
     HookedModel,
     HookFunction,
+    Model,
     ModelView,
     as_view,
     compute_dtype,
@@ -35,6 +36,7 @@ __all__ = [
     "TOLERANCE",
     "HookedModel",
     "Memory",
+    "Model",
     "ModelView",
     "Norm",
     "ProcessingState",

@@ -13,7 +13,7 @@ import importlib.metadata
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -86,7 +86,7 @@ class ModelView:
         UnsupportedModelError: it has no layers.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         if not isinstance(model, HookedModel):
             raise TypeError(
                 f"a HookedTransformer or TransformerBridge is needed, got {type(model).__name__}. "
@@ -483,6 +483,22 @@ class ModelView:
             finally:
                 handle.remove()
 
+    @contextlib.contextmanager
+    def reading_normed(self, function: HookFunction) -> Iterator[None]:
+        """Calls a function with what the unembedding is given [batch, pos, d_model], in each pass.
+
+        It sees all positions, also where logits are wanted of some alone.
+        """
+
+        def read(_module: Any, inputs: Any) -> None:
+            function(inputs[0])
+
+        handle = self.model.unembed.register_forward_pre_hook(read)
+        try:
+            yield
+        finally:
+            handle.remove()
+
     def _call(self, tokens: Tensor) -> Tensor:
         with independent(self._length_ropes):
             return self.model(tokens, return_type="logits", **self._mask(tokens))
@@ -515,7 +531,11 @@ class ModelView:
                 handle.remove()
 
 
-def as_view(model: Any) -> ModelView:
+Model: TypeAlias = torch.nn.Module | ModelView
+"""A HookedTransformer or TransformerBridge, or the view of one."""
+
+
+def as_view(model: Model) -> ModelView:
     """The view of a model; a view is returned as it is.
 
     Raises:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from resid_patching.address import (
     MLP,
     Edge,
@@ -19,7 +17,7 @@ from resid_patching.address import (
     write_stage,
 )
 from resid_patching.errors import AddressError, CausalityError
-from resid_patching.models import ModelView
+from resid_patching.models import Model, ModelView
 from resid_patching.paths.receivers import (
     Receivers,
     inputs,
@@ -33,7 +31,7 @@ from resid_patching.run import Run
 
 
 def edges(
-    model: torch.nn.Module | ModelView | Run,
+    model: Model | Run,
     *,
     senders: Sequence[str | Sender] | None = None,
     receivers: Sequence[str | Receiver] | None = None,
@@ -144,3 +142,12 @@ class EdgeSet:
             ]
             for row, sender in enumerate(self.senders)
         ]
+
+    def labels(self, joint: bool) -> tuple[str, ...]:
+        """What the rows are called: each edge alone, or all of them together."""
+        names = tuple(map(str, self.edges))
+        if not joint:
+            return names
+        if len(names) <= 8:
+            return (" + ".join(names),)
+        return (f"{names[0]} + ... + {names[-1]} ({len(names)} edges)",)

@@ -33,8 +33,9 @@ from resid_patching.address import (
     write_stage,
 )
 from resid_patching.errors import AddressError, PathWarning, warn
-from resid_patching.models import ModelView, as_view
+from resid_patching.models import Model, ModelView, as_view
 from resid_patching.rerun import Variant, require_site
+from resid_patching.run import Run
 
 ReceiverSet: TypeAlias = tuple[Receiver, ...]
 Site: TypeAlias = HeadInput | MLP | Stream
@@ -106,7 +107,9 @@ def _receiver(given: Any) -> Receiver:
     return address
 
 
-def inputs(model: Any, which: Literal["q", "k", "v", "mlp"]) -> list[HeadInput] | list[MLPIn]:
+def inputs(
+    model: Model | Run, which: Literal["q", "k", "v", "mlp"]
+) -> list[HeadInput] | list[MLPIn]:
     """Every receiver of one kind, in order of layers.
 
     Args:
@@ -126,9 +129,9 @@ def inputs(model: Any, which: Literal["q", "k", "v", "mlp"]) -> list[HeadInput] 
     return [HeadInput(layer, head, which) for layer in layers for head in range(n_heads)]
 
 
-def view_of(model: Any) -> ModelView:
+def view_of(model: Model | Run) -> ModelView:
     """The view of a model or of a run."""
-    return as_view(getattr(model, "view", model))
+    return model.view if isinstance(model, Run) else as_view(model)
 
 
 def require_receivers(view: ModelView, ends: Receivers) -> None:

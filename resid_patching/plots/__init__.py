@@ -33,11 +33,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from resid_patching.ablation import Effect
-from resid_patching.attention import AttentionPatterns
 from resid_patching.attribution import Attribution
 from resid_patching.lens.readout import LensReadout
 from resid_patching.lens.results import LensResult, TopTokens
 from resid_patching.lens.tuned import TunedLens
+from resid_patching.patterns import AttentionPatterns
 from resid_patching.plots.attention import attention
 from resid_patching.plots.attribution import accumulated, attribution_bars, by_position
 from resid_patching.plots.bars import bars, effect_bars

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from resid_patching.attention import AttentionPatterns
+from resid_patching.patterns import AttentionPatterns
 from resid_patching.plots.base import heading_of, under
 from resid_patching.plots.grids import Grid, draw_grids
 from resid_patching.result import Axis

@@ -120,7 +120,7 @@ def accumulated(found: Attribution) -> plotly.graph_objects.Figure:
             f"{what_is_scored(found)}, accumulated along depth",
             found.unit,
             over_prompts(found),
-            f"it ends at the model's own difference, {end:+.5g}",
+            f"it ends at {found.own_value}, {end:+.5g}",
         ),
         width=width,
         inside=300,

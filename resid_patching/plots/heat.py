@@ -209,9 +209,9 @@ def _heading(result: Result, of: Of, title: str | None) -> list[str]:
 
 
 def what_is_scored(found: Attribution) -> str:
-    """Answer and foil, where all prompts agree on them; else the plan."""
+    """Answer and foil, where all prompts agree on them; else the plan, as of a direction."""
     answers, foils = set(found.answer_texts), set(found.foil_texts or ())
-    if len(answers) > 1 or len(foils) > 1:
+    if len(answers) != 1 or len(foils) > 1:
         return found.provenance.plan
     foil = f'"{foils.pop()}"' if foils else "the vocabulary mean"
     plan = f'direct logit attribution by {found.by}, "{answers.pop()}" against {foil}'

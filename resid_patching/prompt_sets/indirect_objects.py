@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from resid_patching.errors import PromptError
-from resid_patching.models import ModelView, as_view
+from resid_patching.models import Model, ModelView, as_view
 from resid_patching.prompt_sets.pairs import PromptPairs, differences
 from resid_patching.prompts import prepare
 from resid_patching.tokens import single_token, token_ids
@@ -68,7 +68,7 @@ _CORRUPTIONS = {
 
 
 def indirect_object_prompts(
-    model: Any,
+    model: Model,
     n: int,
     *,
     seed: int,

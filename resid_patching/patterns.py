@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from resid_patching.ablation.targets import Targets, find_sites
+from resid_patching.ablation.targets import Targets, find_rows
 from resid_patching.address import Head, HeadNode, parse
 from resid_patching.errors import AddressError, HeadMismatchError, PositionError
 from resid_patching.models import TOLERANCE
@@ -167,7 +167,7 @@ def attention_patterns(run: Run, heads: Targets) -> AttentionPatterns:
     nodes = [_pattern_of(str(head)) for head in listed]
     if not nodes:
         raise AddressError("no head was given; give one such as '9.9'")
-    find_sites(run.view, nodes)
+    find_rows(run.view, nodes)
     run.fetch_all(nodes)
     values = torch.stack([run.fetched(node)[:, node.head] for node in nodes])
     seen = run.prompts.mask.to(values.device)
