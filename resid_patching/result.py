@@ -329,6 +329,11 @@ class Result(Shown):
         return json.dumps(body, ensure_ascii=False, allow_nan=False)
 
     @classmethod
+    def _from_fields(cls: type[R], fields: dict[str, Any]) -> R:
+        """A result from the fields of a file, which may be older than this version."""
+        return cls(**fields)
+
+    @classmethod
     def from_json(cls: type[R], text: str) -> R:
         """Reads what `to_json` wrote.
 
@@ -352,7 +357,7 @@ class Result(Shown):
             covered = {name: body[name] for name in ("format", "version", "kind", *names)}
             if body["version"] != 1 and body.get("sha256") != checksum(covered):
                 raise ValueError("its numbers or labels are not those that were written")
-            return cls(**{name: _decode(body[name]) for name in names})
+            return cls._from_fields({name: _decode(body[name]) for name in names})
         except (
             KeyError,
             TypeError,

@@ -1,5 +1,6 @@
 """What results say of themselves, results side by side, and results read back."""
 
+import dataclasses
 import json
 import subprocess
 import warnings
@@ -12,6 +13,7 @@ import zoo_lens
 import resid_patching as rp
 from resid_patching.cli import COMMANDS, main
 from resid_patching.errors import ResultFormatError
+from resid_patching.files import checksum
 
 pytestmark = pytest.mark.once
 
@@ -107,6 +109,36 @@ def test_an_effect_of_before_positions_had_tokens_is_read(run):
     body["version"] = 1
     del body["token_texts"]
     assert rp.Effect.from_json(json.dumps(body)).token_texts is None
+
+
+def paths_to(run, to):
+    path = rp.Path(to=to, using=rp.Zero(), mlps="freeze")
+    return rp.ablate(run, ["0.1", "1.2"], path, metric=DIFF)
+
+
+def test_an_effect_stores_where_its_path_ends(run):
+    assert KINDS["effect"](run).path_to is None
+    assert paths_to(run, "logits").path_to == ("logits",)
+    beside = paths_to(run, rp.receivers(["2.0.q", "2.1.q"], "logits"))
+    assert beside.path_to == ("2.0.q + 2.1.q", "logits")
+    assert beside.receiver("logits").path_to == ("logits",)
+    renamed = dataclasses.replace(KINDS["effect"](run), how="path to nowhere")
+    assert not renamed.is_path and renamed.headings()["target"] == "target"
+    renamed = dataclasses.replace(paths_to(run, "logits"), how="another text")
+    assert renamed.is_path and "direct" not in renamed.headings()
+
+
+@pytest.mark.parametrize(
+    "to", ["logits", "2.1.q", ["2.0.q", "2.1.q"], rp.receivers("logits", "2.1.q"), None]
+)
+def test_an_effect_of_before_it_stored_where_its_path_ends_is_read(run, to):
+    effect = KINDS["effect"](run) if to is None else paths_to(run, to)
+    body = json.loads(effect.to_json())
+    for name in ("path_to", "sha256"):
+        del body[name]
+    body["sha256"] = checksum(body)
+    again = rp.Effect.from_json(json.dumps(body))
+    assert again.path_to == effect.path_to and again.summary() == effect.summary()
 
 
 def test_two_results_side_by_side_differ_by_their_values(run):

@@ -163,6 +163,7 @@ def ablate(
         weights=None if chosen.weights is None else chosen.weights(run),
         routes=found.routes,
         token_texts=run.prompts.token_texts if each else None,
+        path_to=kind.ends.labels if isinstance(kind, Path) else None,
     )
 
 

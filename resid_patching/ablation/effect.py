@@ -41,6 +41,8 @@ class Effect(Result):
         weights: tokens scored in each prompt [batch], where the metric is a mean over tokens.
         routes: how the variants were run; all give the same numbers.
         token_texts: the tokens of each prompt as text, to name positions; None where not known.
+        path_to: of a path its receivers, a text for each alternative; None where the targets
+            themselves were replaced.
     """
 
     kind: ClassVar[str] = "effect"
@@ -55,6 +57,7 @@ class Effect(Result):
     weights: Tensor | None
     routes: tuple[str, ...]
     token_texts: tuple[tuple[str, ...], ...] | None = None
+    path_to: tuple[str, ...] | None = None
 
     @property
     def total(self) -> Float[Tensor, "target *column batch"]:
@@ -98,7 +101,8 @@ class Effect(Result):
         Raises:
             KeyError: there is no such receiver.
         """
-        return self._column("receiver", label)
+        effect = self._column("receiver", label)
+        return dataclasses.replace(effect, path_to=(str(label),))
 
     def reader(self, label: Any) -> Effect:
         """The old name of `receiver`; it goes in the next version."""
@@ -159,7 +163,21 @@ class Effect(Result):
     @property
     def is_path(self) -> bool:
         """Whether only what targets send to chosen receivers was replaced."""
-        return self.how.startswith("path to ")
+        return self.path_to is not None
+
+    @property
+    def is_path_to_logits(self) -> bool:
+        """Whether the path ends at the logits, so that nothing follows it and direct = total."""
+        return self.path_to == ("logits",)
+
+    @classmethod
+    def _from_fields(cls, fields: dict[str, Any]) -> Effect:
+        """Files written before 0.1.0 say in `how` alone where a path ends."""
+        effect = cls(**fields)
+        if "path_to" in fields or not effect.how.startswith("path to "):
+            return effect
+        together = effect.how.removeprefix("path to ").partition(", MLPs ")[0]
+        return dataclasses.replace(effect, path_to=effect.receivers or (together,))
 
     def to_frame(self) -> pandas.DataFrame:
         """Long form: target, layer, head, prompt, baseline, patched, direct, indirect, value.
@@ -221,7 +239,7 @@ class Effect(Result):
         columns["value"] = "total"
         if self.baseline.shape[0] > 1:
             columns["se"] = "se"
-        if not self.how.startswith("path to logits,"):
+        if not self.is_path_to_logits:
             columns |= {"direct": "direct", "indirect": "indirect"}
         if self.has_perplexity:
             columns |= {"perplexity": "perplexity", "ratio": "ratio"}
@@ -255,7 +273,7 @@ class Effect(Result):
         """How total and direct differ, and that a small effect does not make a part unneeded."""
         if not self.is_path:
             said = "total: the model run again; direct (not the total): later writes frozen; "
-        elif self.how.startswith("path to logits,"):
+        elif self.is_path_to_logits:
             said = "total: the logits with the path replaced; nothing follows, so direct = total."
         else:
             said = "total: the receiver changed, all behind it run again; "
