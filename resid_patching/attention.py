@@ -105,9 +105,9 @@ class AttentionPatterns(Result):
 
     def headings(self) -> dict[str, str]:
         """The columns of the table, each with the name above it."""
-        names = {"query": "looks from", "query_token": "token", "key": "looks at"}
-        names |= {"key_token": "token there"}
-        return {str(name): names.get(str(name), str(name)) for name in self.table().columns}
+        columns = {"head": "head", "prompt": "prompt", "query": "looks from"}
+        columns |= {"query_token": "token", "key": "looks at", "key_token": "token there"}
+        return columns | {"weight": "weight"}
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """The model that ran, how many prompts, and where rows do not sum to 1."""

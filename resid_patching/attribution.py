@@ -110,7 +110,7 @@ class Attribution(Result):
             columns["position"] = "position"
             columns |= {"token": "token"} if len(self.answers) == 1 else {}
         columns["value"] = self.unit
-        return columns | ({"se": "se"} if len(self.answers) > 1 else {})
+        return columns | ({"se": "se"} if self.has_error else {})
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """What is scored, the sum of the rows, the model's own difference and the gap."""

@@ -9,10 +9,11 @@ from typing import Any
 
 # Columns that are not written with a sign and four decimals.
 _FORMATS = {
-    **dict.fromkeys(("se", "logit lens", "ridge", "tuned"), "{:.4f}"),
+    **dict.fromkeys(("se", "se cosine", "logit lens", "ridge", "tuned"), "{:.4f}"),
     **dict.fromkeys(("stored logit", "stored ridge", "stored tuned"), "{:.4f}"),
-    **dict.fromkeys(("norm", "stream after", "entropy", "KL", "logit KL", "tuned KL"), "{:.3f}"),
-    **dict.fromkeys(("share", "tuned / logit"), "{:.1%}"),
+    **dict.fromkeys(("norm", "stream after", "se norm", "se stream"), "{:.3f}"),
+    **dict.fromkeys(("entropy", "KL", "logit KL", "tuned KL"), "{:.3f}"),
+    **dict.fromkeys(("share", "se share", "tuned / logit"), "{:.1%}"),
     "probability": "{:.2%}",
     "nats": "{:.4f}",
     "weight": "{:.3f}",

@@ -125,22 +125,40 @@ class Provenance:
 
 
 def standard_error(
-    values: Float[Tensor, "*cell batch"], weights: Num[Tensor, " batch"] | None = None
+    values: Float[Tensor, "*cell batch"], weights: Num[Tensor, "... batch"] | None = None
 ) -> Float[Tensor, "*cell"]:
     """The standard error of the mean over prompts; NaN where there is one prompt.
 
-    With weights w that sum to 1 and the mean m: sqrt(n / (n - 1) * sum w^2 (x - m)^2).
+    With weights w that sum to 1, n of them above 0, and the mean m:
+    sqrt(n / (n - 1) * sum w^2 (x - m)^2).
 
     Args:
         values: a number for each prompt.
         weights: how much each prompt counts in the mean; None for all alike.
     """
     values = values.detach().cpu().double()
-    n = values.shape[-1]
-    share = torch.ones(n).double() if weights is None else weights.detach().cpu().double()
-    share = share / share.sum()
+    share = torch.ones(values.shape[-1]) if weights is None else weights.detach().cpu()
+    share = share.double() / share.sum(-1, keepdim=True)
+    n = (share > 0).sum(-1)
     off = values - (values * share).sum(-1, keepdim=True)
-    return ((share * off).square().sum(-1) * (n / (n - 1) if n > 1 else torch.nan)).sqrt()
+    widened = torch.where(n > 1, n / (n - 1), torch.nan)
+    return ((share * off).square().sum(-1) * widened).sqrt()
+
+
+def standard_error_over_positions(
+    values: Float[Tensor, "*cell batch pos"],
+) -> Float[Tensor, "*cell"]:
+    """The standard error of a mean over all positions of several prompts.
+
+    Positions of one prompt are not independent of each other, so each prompt counts as one
+    observation: its own mean, weighed by how many positions it has.
+
+    Args:
+        values: a number for each position; NaN where a prompt has none.
+    """
+    values = values.detach().cpu().double()
+    n = (~values.isnan()).sum(-1)
+    return standard_error(values.nansum(-1) / n.clamp_min(1), n)
 
 
 def provenance(view: ModelView, prompts: Prompts, plan: str) -> Provenance:
@@ -263,29 +281,32 @@ class Result(Shown):
         values = self.values.detach().to("cpu", torch.float64)
         axes = tuple(axis for axis in self.axes if axis.name != "batch")
         frame = Result(values.mean(place), axes, self.unit, self.provenance).to_frame()
-        if values.shape[place] > 1:
+        if self.has_error:
             se = standard_error(values.movedim(place, -1))
             frame.insert(len(frame.columns) - 1, "se", se.flatten().numpy())
         return frame
 
     @property
+    def has_error(self) -> bool:
+        """Whether rows of the table are means over several prompts, with a standard error."""
+        return any(axis.name == "batch" and len(axis.labels) > 1 for axis in self.axes)
+
+    @property
     def averaged(self) -> str:
         """What the rows of the table are means of, in words; nothing where they are none."""
-        n = self.provenance.n_prompts
-        is_mean = n > 1 and any(axis.name == "batch" for axis in self.axes)
-        return f"mean over {n} prompts" if is_mean else ""
+        return f"mean over {self.provenance.n_prompts} prompts" if self.has_error else ""
 
     @property
     def caption(self) -> str:
         """The unit, and what the numbers are means of."""
-        error = "se: standard error of the mean" if "se" in self.headings() else ""
+        error = "se: standard error of the mean" if self.has_error else ""
         return "; ".join(filter(None, [f"{self.kind} in {self.unit}", self.averaged, error]))
 
     def headings(self) -> dict[str, str]:
-        """The columns that are shown; not the numbers of layer and head, which the names say."""
-        columns = [str(name) for name in self.table().columns]
-        kept = [n for n in columns if n not in ("layer", "head", "se") or n == columns[0]]
-        return {name: name for name in [*kept, *(["se"] if "se" in columns else [])]}
+        """The axes, the value, and its standard error."""
+        axes = [_COLUMNS.get(axis.name, axis.name) for axis in self.axes]
+        axes = [name for name in axes if name != "prompt"]
+        return {name: name for name in [*axes, "value", *["se"] * self.has_error]}
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """The model that ran, its weights' state, and how many prompts."""
@@ -407,8 +428,11 @@ class Comparison(Result):
         return frame
 
     def headings(self) -> dict[str, str]:
-        """The axes, a, b and their difference."""
-        return {**super().headings(), "value": "difference"}
+        """The axes, a, b and their difference with its standard error."""
+        columns = super().headings()
+        axes = [name for name in columns if name not in ("value", "se")]
+        named = {name: name for name in [*axes, "a", "b"]}
+        return named | {**columns, "value": "difference"}
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """What a and b are."""

@@ -30,7 +30,13 @@ from resid_patching.address import MLP, Address, Attn, Stream, hook_name
 from resid_patching.errors import AblationError
 from resid_patching.models import ModelView, exact, float64_home, require, require_finite_at
 from resid_patching.prompts import PositionIndex, Positions
-from resid_patching.result import Axis, Result, provenance
+from resid_patching.result import (
+    Axis,
+    Result,
+    place_of,
+    provenance,
+    standard_error_over_positions,
+)
 from resid_patching.run import RowReader, Run
 
 if TYPE_CHECKING:
@@ -164,15 +170,25 @@ class StreamReport(Result):
 
         Returns:
             A data frame: write, layer, n (positions that are averaged), mean_write_norm,
-            mean_stream_norm, mean_share, mean_cosine.
+            mean_stream_norm, mean_share, mean_cosine. Of several prompts each mean is followed by
+            its standard error over prompts: se_write_norm and so on.
         """
-        frame = self.to_frame().drop(columns=["head", "token"], errors="ignore")
-        means: Any = frame.groupby(["write", "layer"], sort=False).mean()
-        means = means.drop(columns=["prompt", "position"]).rename(columns={"value": "share"})
-        columns = ["write_norm", "stream_norm", "share", "cosine"]
-        means = means[columns].add_prefix("mean_")
-        means.insert(0, "n", int((~self.start_norm.isnan()).sum()))
-        return means.reset_index()
+        import pandas
+
+        frame = pandas.DataFrame({"write": self.writes})
+        frame["layer"] = pandas.array([place_of(write)[0] for write in self.writes], dtype="Int64")
+        frame["n"] = int((~self.start_norm.isnan()).sum())
+        columns = {
+            "write_norm": self.write_norm,
+            "stream_norm": self.stream_norm,
+            "share": self.share,
+            "cosine": self.cosine,
+        }
+        for name, values in columns.items():
+            frame[f"mean_{name}"] = values.detach().cpu().double().nanmean((1, 2)).numpy()
+            if self.has_error:
+                frame[f"se_{name}"] = standard_error_over_positions(values).numpy()
+        return frame
 
     def survivals(self) -> pandas.DataFrame:
         """Cosine of the last state with the start: prompt, position, token, survival."""
@@ -195,17 +211,22 @@ class StreamReport(Result):
     @property
     def caption(self) -> str:
         """What the rows are means of."""
-        return f"running total, {self.how or 'clean'}; {self.averaged}"
+        error = "; se: standard error over prompts" if self.has_error else ""
+        return f"running total, {self.how or 'clean'}; {self.averaged}{error}"
 
     def headings(self) -> dict[str, str]:
-        """Write, norms, share and cosine."""
-        return {
+        """Write, norms, share and cosine, then their standard errors."""
+        columns = {
             "write": "write",
             "mean_write_norm": "norm",
             "mean_stream_norm": "stream after",
             "mean_share": "share",
             "mean_cosine": "cosine with start",
         }
+        if self.has_error:
+            columns |= {"se_write_norm": "se norm", "se_stream_norm": "se stream"}
+            columns |= {"se_share": "se share", "se_cosine": "se cosine"}
+        return columns
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """The intervention, the start's norm, mean survival, and how exact the sum is."""

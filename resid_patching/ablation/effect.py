@@ -223,7 +223,7 @@ class Effect(Result):
             token_texts=self.token_texts if len(set(self.token_texts or ())) == 1 else None,
         )
         frame = one.to_frame().drop(columns="prompt")
-        if self.baseline.shape[0] > 1:
+        if self.has_error:
             se = standard_error(self.total, self.weights).flatten().numpy()
             frame.insert(len(frame.columns) - 1, "se", se)
         if self.has_perplexity:
@@ -237,7 +237,7 @@ class Effect(Result):
         if self._has("position") and len(set(self.token_texts or ())) == 1:
             columns["token"] = "token"
         columns["value"] = "total"
-        if self.baseline.shape[0] > 1:
+        if self.has_error:
             columns["se"] = "se"
         if not self.is_path_to_logits:
             columns |= {"direct": "direct", "indirect": "indirect"}

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from resid_patching.result import Result
+from resid_patching.result import Result, standard_error_over_positions
 
 if TYPE_CHECKING:
     import pandas
@@ -55,12 +55,13 @@ class LensResult(Result):
     def table(self) -> pandas.DataFrame:
         """One row a layer, in order: layer, n (cells averaged), (se,) value.
 
-        Means are over all positions of all prompts; `se` is the standard error of the mean.
+        Means are over all positions of all prompts. `se` is their standard error over prompts, as
+        `standard_error_over_positions` says; there is none of one prompt.
         """
         cells = self.to_frame().groupby("layer", sort=False)["value"]
         frame = cells.agg(n="count", value="mean").reset_index()
-        if int(frame["n"].max()) > 1:
-            frame.insert(2, "se", (cells.std() / cells.count() ** 0.5).to_numpy())
+        if self.has_error:
+            frame.insert(2, "se", standard_error_over_positions(self.values).numpy())
         return frame
 
     @property
@@ -70,8 +71,8 @@ class LensResult(Result):
 
     def headings(self) -> dict[str, str]:
         """Layer, number of cells, and their mean."""
-        error = {"se": "se"} if "se" in self.table() else {}
-        return {"layer": "layer", "n": "n", "value": self.unit, **error}
+        columns = {"layer": "layer", "n": "n", "value": self.unit}
+        return columns | ({"se": "se"} if self.has_error else {})
 
     def caveats(self) -> tuple[str, ...]:
         """What a lens is not."""
