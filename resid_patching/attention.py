@@ -1,8 +1,8 @@
 """Attention patterns: where chosen heads look, with the tokens they look at.
 
 A head's pattern at a query is its softmax over the keys up to it, as the model itself computed it,
- so each row of a query sums to 1. Where a model gives a share to a sink that is no
-token (gpt-oss), or a hook of the caller takes weight away, rows sum to less, and the plan says so.
+so each row of a query sums to 1. Rows sum to less where a model gives a share to a sink that is no
+token (gpt-oss), or where a hook of the caller takes weight away; the plan then says so.
 
     patterns = attention_patterns(run, ["9.9", "10.0"])
     patterns.looks(k=3)              where each head looks from the last token
@@ -25,7 +25,7 @@ from resid_patching.ablation.targets import Targets, find_sites
 from resid_patching.address import Head, HeadNode, parse
 from resid_patching.errors import AddressError, HeadMismatchError, PositionError
 from resid_patching.models import TOLERANCE
-from resid_patching.result import Axis, Result, provenance
+from resid_patching.result import Axis, Result, insert_tokens, provenance
 from resid_patching.run import Run
 
 if TYPE_CHECKING:
@@ -130,9 +130,8 @@ class AttentionPatterns(Result):
     def to_frame(self) -> pandas.DataFrame:
         """Long form: head, prompt, query, query_token, key, key_token, value; what exists."""
         frame = super().to_frame().dropna(subset=["value"])
-        for place, column in (("query", 3), ("key", 5)):
-            cells = zip(frame["prompt"], frame[place], strict=True)
-            frame.insert(column, f"{place}_token", [self.token_texts[b][p] for b, p in cells])
+        for column in ("query", "key"):
+            insert_tokens(frame, self.token_texts, column)
         return frame.reset_index(drop=True)
 
 

@@ -35,7 +35,7 @@ from resid_patching.errors import GapError, TokenError
 from resid_patching.markup import quoted
 from resid_patching.models import TOLERANCE, ModelView, exact, require, require_finite_at
 from resid_patching.prompts import PositionIndex, Positions, Tokens, tokens_for
-from resid_patching.result import Axis, Result, provenance
+from resid_patching.result import Axis, Result, insert_tokens, position_axis, provenance
 from resid_patching.run import RowReader, Run
 from resid_patching.tokens import token_text
 
@@ -87,17 +87,17 @@ class Attribution(Result):
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """The rows that no part of the model computes from the prompt."""
+        """The two rows that no prompt changes: the biases of final norm and unembedding."""
         return (str(FinalNormBias()), str(UnembedBias()))
 
-    adds_up: ClassVar[bool] = True  # the rows sum to a number that means something
+    adds_up: ClassVar[bool] = True
 
     def table(self) -> pandas.DataFrame:
         """One row a component and position: component, layer, head, position, (se,) value.
 
-        Of one prompt it says the token at each position. Of several, `position` is the one that
-        was asked for ("own": each prompt's own), values are means over prompts beside their
-        standard error, and positions that not every prompt has are NaN.
+        With one prompt, the token at each position stands beside it. With several, `position` is
+        the one that was asked for ("own": each prompt has its own), values are means over prompts
+        with their standard error, and they are NaN at positions that not every prompt has.
         """
         if len(self.answers) > 1:
             return super().table()
@@ -136,7 +136,7 @@ class Attribution(Result):
         return f"{float(values.detach().cpu().double().nanmean()):+.4f} {self.unit}"
 
     def caveats(self) -> tuple[str, ...]:
-        """That a row is a direct effect."""
+        """A row is a direct effect."""
         return ("A row is a direct effect: a part that acts through later parts scores near zero.",)
 
     def pictures(self) -> tuple[str, ...]:
@@ -175,12 +175,8 @@ class Attribution(Result):
         """
         frame = super().to_frame()
         n_parts = self.values.shape[0]
-        index = self.position_index.cpu().flatten().repeat(n_parts).numpy()
-        frame["position"] = index
-        rows = frame["prompt"].to_numpy()
-        texts = self.token_texts
-        tokens = [texts[b][p] if p >= 0 else "" for b, p in zip(rows, index, strict=True)]
-        frame.insert(list(frame.columns).index("position") + 1, "token", tokens)
+        frame["position"] = self.position_index.cpu().flatten().repeat(n_parts).numpy()
+        insert_tokens(frame, self.token_texts)
         return frame.loc[frame["position"] >= 0].reset_index(drop=True)
 
 
@@ -254,7 +250,11 @@ def _attribute(
         plan += f", before the output softcap of {view.softcap:g}"
     return Attribution(
         values=rows,
-        axes=_axes(names, run, positions),
+        axes=(
+            Axis("component", tuple(names)),
+            Axis("batch", tuple(range(len(run)))),
+            position_axis(positions, values.shape[-1]),
+        ),
         unit="logits",
         provenance=provenance(view, prompts, plan),
         by=by,
@@ -266,21 +266,6 @@ def _attribute(
         foil_texts=None if foils is None else tuple(token_text(view.tokenizer, f) for f in foils),
         token_texts=prompts.token_texts,
         position_index=run.locate(positions).index.to(rows.device),
-    )
-
-
-def _axes(names: list[str], run: Run, positions: Positions) -> tuple[Axis, ...]:
-    width = run.locate(positions).index.shape[1]
-    if positions is None:
-        labels: tuple[str | int, ...] = tuple(range(width))
-    elif isinstance(positions, int):
-        labels = (positions,)
-    else:
-        labels = ("own",)
-    return (
-        Axis("component", tuple(names)),
-        Axis("batch", tuple(range(len(run)))),
-        Axis("pos", labels),
     )
 
 

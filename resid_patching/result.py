@@ -7,7 +7,7 @@
 
 No axis is averaged silently. Undefined cells are NaN, never 0.
 
-Every result says itself what is shown of it, on a terminal, a page or in a notebook:
+Every result says what is shown of it on a terminal, on a page and in a notebook:
 
     result.table()      its rows as a data frame, means over prompts beside their standard error
     result.facts()      a few labelled lines
@@ -24,6 +24,7 @@ import json
 import math
 import os
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -36,14 +37,14 @@ from resid_patching.address import Head, parse
 from resid_patching.errors import AddressError, ResultFormatError
 from resid_patching.files import checksum, read_json
 from resid_patching.models import ModelView, report
-from resid_patching.prompts import Prompts
+from resid_patching.prompts import Positions, Prompts
 from resid_patching.shown import Shown, ranked
 from resid_patching.version import __version__
 
 if TYPE_CHECKING:
     import pandas
 
-FORMAT_VERSION = 2  # 1 had no checksum
+RESULT_VERSION = 2  # 1 had no checksum
 # Where the kinds of results are defined.
 _HOMES = {
     "result": "result",
@@ -56,7 +57,7 @@ _HOMES = {
     "lens": "lens.results",
     "lens_top_tokens": "lens.results",
 }
-_COLUMNS = {"batch": "prompt", "pos": "position"}  # axes, as data frames call them
+_COLUMN_NAMES = {"batch": "prompt", "pos": "position"}  # axes, as data frames call them
 R = TypeVar("R", bound="Result")
 
 
@@ -73,7 +74,7 @@ class Axis:
     labels: tuple[str | int, ...]
 
     def index(self, label: Any) -> int:
-        """Where a label stands; an address may be given as a value or in its text form.
+        """The index of a label; an address may be given as text.
 
         Raises:
             KeyError: the axis has no such label.
@@ -161,6 +162,45 @@ def standard_error_over_positions(
     return standard_error(values.nansum(-1) / n.clamp_min(1), n)
 
 
+def position_axis(positions: Positions, n: int) -> Axis:
+    """The axis of the positions asked for.
+
+    Args:
+        positions: None for all, one of every prompt, or one for each prompt, which is "own".
+        n: how many there are of a prompt.
+    """
+    if positions is None:
+        return Axis("pos", tuple(range(n)))
+    return Axis("pos", (positions,) if isinstance(positions, int) else ("own",))
+
+
+def flat(values: Tensor) -> Any:
+    """All numbers of a tensor in float64, in the order of the rows of a data frame."""
+    return values.detach().cpu().double().flatten().numpy()
+
+
+def insert_before_value(frame: pandas.DataFrame, columns: Mapping[str, Tensor]) -> None:
+    """Inserts tensors as columns before the last one; they are shaped as the frame's values."""
+    for name, values in columns.items():
+        frame.insert(len(frame.columns) - 1, name, flat(values))
+
+
+def insert_tokens(
+    frame: pandas.DataFrame, texts: Sequence[Sequence[str]], column: str = "position"
+) -> None:
+    """Inserts the token of each prompt's position behind it; None where a prompt has none.
+
+    Args:
+        frame: has the columns `prompt` and `column`.
+        texts: the tokens of each prompt.
+        column: the positions; the new column is `token`, or such as `key_token`.
+    """
+    cells = zip(frame["prompt"], frame[column], strict=True)
+    tokens = [texts[n][p] if p < len(texts[n]) else None for n, p in cells]
+    name = "token" if column == "position" else f"{column}_token"
+    frame.insert(list(frame.columns).index(column) + 1, name, tokens)
+
+
 def provenance(view: ModelView, prompts: Prompts, plan: str) -> Provenance:
     """The provenance of an analysis of prompts on a model."""
     return Provenance(
@@ -215,7 +255,7 @@ class Result(Shown):
             warnings.warn("the axis reader is now receiver", DeprecationWarning, stacklevel=3)
             name = "receiver"
         if all(axis.name != name for axis in self.axes):  # by the name of a data frame's column
-            name = {new: old for old, new in _COLUMNS.items()}.get(name, name)
+            name = {new: old for old, new in _COLUMN_NAMES.items()}.get(name, name)
         for axis in self.axes:
             if axis.name == name:
                 return axis
@@ -243,8 +283,8 @@ class Result(Shown):
     def top(self, k: int = 10, *, by: Literal["abs", "signed"] = "abs") -> pandas.DataFrame:
         """The k largest rows of the table, ranked by their means over prompts.
 
-        Results about each token (of a lens, of the running total) have a row for each token of
-        each prompt instead, and name both.
+        Results that have a number for each token (lenses, the running total) are ranked by token
+        instead: their rows name the prompt and the token.
 
         Args:
             k: how many.
@@ -265,25 +305,23 @@ class Result(Shown):
         return known[:k].reset_index(drop=True)
 
     def _cells(self) -> pandas.DataFrame:
-        """What `top` ranks."""
+        """The rows that `top` ranks."""
         return self.table()
 
     def table(self) -> pandas.DataFrame:
         """The mean over prompts of each cell, `value`, beside its standard error `se`.
 
-        With one prompt there is no `se`. Results about each token have a row for each token of
-        each prompt instead.
+        There is no `se` where there is one prompt.
         """
         names = [axis.name for axis in self.axes]
         if "batch" not in names:
             return self.to_frame()
         place = names.index("batch")
-        values = self.values.detach().to("cpu", torch.float64)
+        values = self.values.detach().cpu().double()
         axes = tuple(axis for axis in self.axes if axis.name != "batch")
         frame = Result(values.mean(place), axes, self.unit, self.provenance).to_frame()
         if self.has_error:
-            se = standard_error(values.movedim(place, -1))
-            frame.insert(len(frame.columns) - 1, "se", se.flatten().numpy())
+            insert_before_value(frame, {"se": standard_error(values.movedim(place, -1))})
         return frame
 
     @property
@@ -293,18 +331,18 @@ class Result(Shown):
 
     @property
     def averaged(self) -> str:
-        """What the rows of the table are means of, in words; nothing where they are none."""
+        """What the rows of the table are means over, in words; empty where they are no means."""
         return f"mean over {self.provenance.n_prompts} prompts" if self.has_error else ""
 
     @property
     def caption(self) -> str:
-        """The unit, and what the numbers are means of."""
+        """The unit, and what the numbers are means over."""
         error = "se: standard error of the mean" if self.has_error else ""
         return "; ".join(filter(None, [f"{self.kind} in {self.unit}", self.averaged, error]))
 
     def headings(self) -> dict[str, str]:
         """The axes, the value, and its standard error."""
-        axes = [_COLUMNS.get(axis.name, axis.name) for axis in self.axes]
+        axes = [_COLUMN_NAMES.get(axis.name, axis.name) for axis in self.axes]
         axes = [name for name in axes if name != "prompt"]
         return {name: name for name in [*axes, "value", *["se"] * self.has_error]}
 
@@ -321,10 +359,9 @@ class Result(Shown):
         """
         import pandas
 
-        names = [_COLUMNS.get(axis.name, axis.name) for axis in self.axes]
+        names = [_COLUMN_NAMES.get(axis.name, axis.name) for axis in self.axes]
         index = pandas.MultiIndex.from_product([axis.labels for axis in self.axes], names=names)
-        values = self.values.detach().to("cpu", torch.float64).flatten().numpy()
-        frame = pandas.DataFrame({"value": values}, index=index).reset_index()
+        frame = pandas.DataFrame({"value": flat(self.values)}, index=index).reset_index()
         if names and names[0] in ("target", "component", "write"):
             places = {str(label): place_of(str(label)) for label in self.axes[0].labels}
             for number, name in enumerate(("layer", "head"), start=1):
@@ -340,12 +377,12 @@ class Result(Shown):
     def to_json(self) -> str:
         """The result as JSON text; NaN is written as null. `from_json` reads it back.
 
-        A checksum of all fields stands beside them; entries that a caller adds are not in it.
+        It holds a checksum of all fields, which does not cover entries that a caller adds.
         """
         fields = {
             field.name: _encode(getattr(self, field.name)) for field in dataclasses.fields(self)
         }
-        head = {"format": "resid_patching", "version": FORMAT_VERSION, "kind": self.kind}
+        head = {"format": "resid_patching", "version": RESULT_VERSION, "kind": self.kind}
         body = {**head, "sha256": checksum({**head, **fields}), **fields}
         return json.dumps(body, ensure_ascii=False, allow_nan=False)
 
@@ -367,10 +404,10 @@ class Result(Shown):
                 f"a {cls.kind} of resid_patching was expected, found "
                 f"{body.get('kind', 'something else')!r}"
             )
-        if body.get("version") not in (1, FORMAT_VERSION):
+        if body.get("version") not in (1, RESULT_VERSION):
             raise ResultFormatError(
                 f"format version {body.get('version')} was found; this version of the package "
-                f"reads 1 and {FORMAT_VERSION}"
+                f"reads 1 and {RESULT_VERSION}"
             )
         fields = dataclasses.fields(cls)
         names = [f.name for f in fields if f.name in body or f.default is dataclasses.MISSING]
@@ -410,9 +447,7 @@ class Comparison(Result):
     def to_frame(self) -> pandas.DataFrame:
         """Long form: a column for each axis, a, b, and `value`, their difference."""
         frame = super().to_frame()
-        for name, values in (("a", self.a), ("b", self.b)):
-            flat = values.detach().to("cpu", torch.float64).flatten().numpy()
-            frame.insert(len(frame.columns) - 1, name, flat)
+        insert_before_value(frame, {"a": self.a, "b": self.b})
         return frame
 
     def table(self) -> pandas.DataFrame:
@@ -421,10 +456,11 @@ class Comparison(Result):
         if "batch" not in names:
             return self.to_frame()
         frame = super().table()
-        place = list(frame.columns).index("se") if "se" in frame else len(frame.columns) - 1
+        place = list(frame.columns).index("se" if self.has_error else "value")
         for name, values in (("b", self.b), ("a", self.a)):
-            mean = values.detach().to("cpu", torch.float64).mean(names.index("batch"))
-            frame.insert(place, name, mean.flatten().numpy())
+            frame.insert(
+                place, name, flat(values.detach().cpu().double().mean(names.index("batch")))
+            )
         return frame
 
     def headings(self) -> dict[str, str]:
@@ -435,11 +471,11 @@ class Comparison(Result):
         return named | {**columns, "value": "difference"}
 
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """What a and b are."""
+        """What was computed in a and in b."""
         return (*zip(("a", "b"), self.plans, strict=True), *super().facts())
 
     def caveats(self) -> tuple[str, ...]:
-        """That the difference has a direction."""
+        """The direction of the difference."""
         return ("difference: a - b, on the same prompts.",)
 
 
@@ -501,7 +537,7 @@ def load_result(path: str | os.PathLike[str]) -> Result:
 
 @functools.cache
 def place_of(label: str) -> tuple[int | None, int | None]:
-    """The layer and the head of an address; None where it has none, or is of several parts."""
+    """The layer and the head of an address; None where it has none, or names several parts."""
     try:
         address = parse(label)
     except AddressError:

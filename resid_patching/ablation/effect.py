@@ -15,18 +15,28 @@ from torch import Tensor
 from resid_patching.address import Head, parse
 from resid_patching.errors import SmallDenominatorWarning, warn
 from resid_patching.markup import number_text
-from resid_patching.result import Axis, Result, place_of, standard_error
+from resid_patching.result import (
+    Axis,
+    Result,
+    flat,
+    insert_before_value,
+    insert_tokens,
+    place_of,
+    standard_error,
+)
 
 if TYPE_CHECKING:
     import pandas
+
+NO_PATH = "no path: it writes too late"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Effect(Result):
     """What replacing targets did to a metric: values [target, batch] are the total effects.
 
-    Of a path to several receivers side by side they are [target, receiver, batch], NaN where no
-    write of a target reaches a receiver; at each position in turn [target, position, batch], NaN
+    With several receivers side by side they are [target, receiver, batch], NaN where no write of a
+    target reaches a receiver. At each position in turn they are [target, position, batch], NaN
     where a prompt has no such position.
 
     Attributes:
@@ -36,12 +46,12 @@ class Effect(Result):
         positions: where, in words.
         baseline: the clean run's metric [batch].
         patched: the metric with the target replaced, the model run again; shaped as values.
-        direct: the direct effect; shaped as values. Of a path: the same change at its receivers,
-            every later write frozen.
+        direct: the direct effect; shaped as values. For a path: the same change at its receivers,
+            with every later write frozen.
         weights: tokens scored in each prompt [batch], where the metric is a mean over tokens.
         routes: how the variants were run; all give the same numbers.
         token_texts: the tokens of each prompt as text, to name positions; None where not known.
-        path_to: of a path its receivers, a text for each alternative; None where the targets
+        path_to: the receivers of a path, a text for each alternative; None where the targets
             themselves were replaced.
     """
 
@@ -89,7 +99,7 @@ class Effect(Result):
 
     @property
     def receivers(self) -> tuple[str, ...]:
-        """The columns of a path to several receivers side by side; else none."""
+        """The receivers of a path to several side by side; empty for anything else."""
         columns = self.columns
         if columns is None or columns.name != "receiver":
             return ()
@@ -182,36 +192,28 @@ class Effect(Result):
     def to_frame(self) -> pandas.DataFrame:
         """Long form: target, layer, head, prompt, baseline, patched, direct, indirect, value.
 
-        Of receivers side by side and positions in turn each has a row; beside a position stands
-        its token, where it is known.
+        Each receiver or position has a row of its own. Beside a position stands its token, where
+        it is known.
         """
         frame = super().to_frame()
-
-        def flat(tensor: Tensor) -> Any:
-            return tensor.detach().to("cpu", torch.float64).flatten().numpy()
-
         columns = {
             "baseline": self.baseline.expand_as(self.values),
             "patched": self.patched,
             "direct": self.direct,
             "indirect": self.indirect,
         }
-        for name, tensor in columns.items():
-            frame.insert(len(frame.columns) - 1, name, flat(tensor))
+        insert_before_value(frame, columns)
         if "position" in frame and self.token_texts is not None:
-            cells = zip(frame["prompt"], frame["position"], strict=True)
-            texts = self.token_texts
-            tokens = [texts[n][p] if p < len(texts[n]) else None for n, p in cells]
-            frame.insert(list(frame.columns).index("position") + 1, "token", tokens)
+            insert_tokens(frame, self.token_texts)
         return frame
 
     def table(self) -> pandas.DataFrame:
         """One row a target: target, baseline, patched, direct, indirect, (se,) value.
 
-        The value is the total effect; all are means over prompts (over tokens, where the metric is
-        one of tokens), and `se` is the standard error of the total. Of receivers side by side or
-        positions in turn each has a row, NaN without a path and where not every prompt has the
-        position. `to_frame` has each prompt's own numbers.
+        The value is the total effect. All are means over prompts, or over tokens where the metric
+        is one of tokens, and `se` is the standard error of the total. Each receiver or position has
+        a row of its own: NaN where there is no path, or where not every prompt has the position.
+        `to_frame` has each prompt's own numbers.
         """
         one = dataclasses.replace(
             self,
@@ -224,8 +226,7 @@ class Effect(Result):
         )
         frame = one.to_frame().drop(columns="prompt")
         if self.has_error:
-            se = standard_error(self.total, self.weights).flatten().numpy()
-            frame.insert(len(frame.columns) - 1, "se", se)
+            insert_before_value(frame, {"se": standard_error(self.total, self.weights)})
         if self.has_perplexity:
             frame[["perplexity", "ratio"]] = self.perplexity[["after", "ratio"]]
         return frame
@@ -247,10 +248,19 @@ class Effect(Result):
 
     @property
     def row_name(self) -> str:
-        """Target or sender; path, of receivers side by side; cell, of positions in turn."""
+        """Target or sender; with several receivers a path, at each position in turn a cell."""
         if self.columns is not None:
             return "path" if self._has("receiver") else "cell"
         return "sender" if self.is_path else "target"
+
+    @property
+    def why_no_value(self) -> str:
+        """There is no path, or not every prompt has the position."""
+        if not self.is_path:
+            return super().why_no_value
+        if self._has("receiver"):
+            return f"do not exist ({NO_PATH})"
+        return "have no path to the receiver: n/a"
 
     def _has(self, name: str) -> bool:
         return self.columns is not None and self.columns.name == name
@@ -298,7 +308,7 @@ class Effect(Result):
 
     @property
     def averaged(self) -> str:
-        """What `mean` is taken over, in words; nothing where there is one prompt."""
+        """What `mean` is taken over, in words; empty where there is one prompt."""
         n = self.baseline.shape[0]
         if self.weights is not None:
             return f"mean over {int(self.weights.sum())} tokens of {n} prompt{'s' * (n != 1)}"
@@ -309,7 +319,7 @@ class Effect(Result):
 
         Args:
             k: how many rows, the largest by size.
-            asked: the arguments of before; `summary(seed=0)` is now `intervals(seed=0)`.
+            asked: arguments of the old name; `summary(seed=0)` is now `intervals(seed=0)`.
         """
         if asked:
             message = "Effect.summary(seed=...) is now Effect.intervals(seed=...)"
@@ -346,19 +356,14 @@ class Effect(Result):
             tail = (1 - confidence) / 2
             low, high = means.quantile(tail, 1), means.quantile(1 - tail, 1)
 
-        def mean(values: Tensor) -> Any:
-            return values.detach().cpu().double().mean(-1).flatten().numpy()
-
-        between = self.columns
-        labels = ("",) if between is None else between.labels
-        rows = list(itertools.product(self.targets, labels))
-        columns: dict[str, Any] = {"target": [target for target, _ in rows]}
-        if between is not None:
-            columns[between.name] = [label for _, label in rows]
-        columns |= {"n": n, "total": mean(self.total), "se": standard_error(total).numpy()}
-        columns |= {"low": low.numpy(), "high": high.numpy()}
-        columns |= {"direct": mean(self.direct), "indirect": mean(self.indirect)}
-        return pandas.DataFrame(columns)
+        names = [axis.name for axis in self.axes[:-1]]
+        rows = itertools.product(*(axis.labels for axis in self.axes[:-1]))
+        frame = pandas.DataFrame(rows, columns=names).assign(n=n)
+        frame["total"], frame["se"] = flat(total.mean(-1)), flat(standard_error(total))
+        frame["low"], frame["high"] = flat(low), flat(high)
+        for name, values in (("direct", self.direct), ("indirect", self.indirect)):
+            frame[name] = flat(values.detach().cpu().double().mean(-1))
+        return frame
 
     def _require_one_column(self, wanted: str) -> None:
         if self.columns is not None:

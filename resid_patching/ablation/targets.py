@@ -68,7 +68,7 @@ def find_sites(view: ModelView, targets: Targets) -> list[Address]:
         require_site(view, site)
     seen: dict[Address, Address] = {}
     for site in sites:
-        place = _place(site)
+        place = _written_place(site)
         if place in seen:
             other = "" if seen[place] == site else f" (once as {seen[place]})"
             raise AddressError(f"{site} was given twice{other}")
@@ -76,7 +76,7 @@ def find_sites(view: ModelView, targets: Targets) -> list[Address]:
     return sites
 
 
-def _place(site: Address) -> Address:
+def _written_place(site: Address) -> Address:
     """What a site replaces: a head is replaced by its z."""
     if isinstance(site, HeadNode) and site.which == "z":
         return Head(site.layer, site.head)
@@ -86,7 +86,7 @@ def _place(site: Address) -> Address:
 def require_apart(sites: Sequence[Address]) -> None:
     """Raises AddressError where a layer is replaced together with a part of it."""
     for site in sites:
-        whole = _layer_of(site)
+        whole = _whole_layer(site)
         if whole in sites:
             raise AddressError(
                 f"{site} is a part of {whole}, so replacing both is replacing {whole} alone; give "
@@ -94,7 +94,7 @@ def require_apart(sites: Sequence[Address]) -> None:
             )
 
 
-def _layer_of(site: Address) -> Attn | MLP | None:
+def _whole_layer(site: Address) -> Attn | MLP | None:
     """The attention layer or MLP that a site is inside of."""
     match site:
         case Head(layer) | AttnBias(layer) | HeadInput(layer) | HeadNode(layer):

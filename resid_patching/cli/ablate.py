@@ -153,12 +153,12 @@ def run(arguments: argparse.Namespace) -> None:
 
     from resid_patching.models import ModelView
     from resid_patching.show.html import texts_frame
-    from resid_patching.show.report import Report, section
+    from resid_patching.show.report import Document, section
 
     view = ModelView(model)
     sites = _targets(view, arguments)
     with Progress(shown=sharing.team.is_first) as progress:
-        work = _Work(arguments, sites, sharing, progress)
+        work = _Ablation(arguments, sites, sharing, progress)
         if inputs.prompts is None:
             effect, facts = _on_text(view, work, inputs)
         else:
@@ -166,7 +166,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not sharing.team.is_first:
         return
     origin = effect.provenance
-    report = Report(
+    report = Document(
         title=f"Ablation ({effect.how}), {origin.model}",
         origin=origin,
         model=model_text(view, origin),
@@ -233,7 +233,7 @@ def _targets(view: ModelView, arguments: argparse.Namespace) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Ablation:
     """What is ablated, by whom, and who is told how far it is."""
 
     arguments: argparse.Namespace
@@ -260,7 +260,7 @@ class _Work:
         )
 
 
-def _on_prompts(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, Facts]:
+def _on_prompts(view: ModelView, work: _Ablation, inputs: _Inputs) -> tuple[Effect, Facts]:
     from resid_patching.run import capture
     from resid_patching.show.report import token_facts
 
@@ -277,7 +277,7 @@ def _on_prompts(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, 
     return effect, token_facts(captured.prompts.token_texts)
 
 
-def _on_text(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, Facts]:
+def _on_text(view: ModelView, work: _Ablation, inputs: _Inputs) -> tuple[Effect, Facts]:
     """Ablates a text group by group of its windows, so that memory does not grow with it."""
     from resid_patching.run import capture
 

@@ -229,5 +229,5 @@ def _print_converted(
     if stand_in is not None:
         print_line(out, "note", stand_in.split(": "))
     print_line(out, "model", [f"{view.name}, {view.n_layers} layers"])
-    print_line(out, "lens", describe(lens, arguments.lens, view).split(" "), gap=" ")
+    print_line(out, "lens", describe(lens, arguments.lens, view))
     print_line(out, "done", ["; ".join(done)])
