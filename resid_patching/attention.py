@@ -90,9 +90,6 @@ class AttentionPatterns(Result):
         """Where each head looks from each prompt's last token."""
         return self.looks()
 
-    def _cells(self) -> pandas.DataFrame:
-        return self.to_frame()  # each query and key of each prompt is a cell of its own
-
     @property
     def row_name(self) -> str:
         """What a row of the table is called."""

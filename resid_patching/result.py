@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
+import numpy
 import torch
 from jaxtyping import Float, Num
 from torch import Tensor
@@ -45,17 +46,17 @@ if TYPE_CHECKING:
     import pandas
 
 RESULT_VERSION = 2  # 1 had no checksum
-# Where the kinds of results are defined.
+# The module and the class of each kind of result.
 _HOMES = {
-    "result": "result",
-    "comparison": "result",
-    "attention": "attention",
-    "attribution": "attribution",
-    "effect": "ablation",
-    "linearised": "ablation",
-    "stream_report": "stream",
-    "lens": "lens.results",
-    "lens_top_tokens": "lens.results",
+    "result": ("result", "Result"),
+    "comparison": ("result", "Comparison"),
+    "attention": ("attention", "AttentionPatterns"),
+    "attribution": ("attribution", "Attribution"),
+    "effect": ("ablation.effect", "Effect"),
+    "linearised": ("ablation.linearised", "Linearised"),
+    "stream_report": ("stream", "StreamReport"),
+    "lens": ("lens.results", "LensResult"),
+    "lens_top_tokens": ("lens.results", "TopTokens"),
 }
 _COLUMN_NAMES = {"batch": "prompt", "pos": "position"}  # axes, as data frames call them
 R = TypeVar("R", bound="Result")
@@ -268,17 +269,12 @@ class Result(Shown):
         Raises:
             KeyError: an axis or a label does not exist.
         """
-        values = self.values
-        places = {self._dimension(name): self._place(name, label) for name, label in labels.items()}
-        for dimension in sorted(places, reverse=True):
-            values = values.select(dimension, places[dimension])
+        values, axes = self.values, list(self.axes)
+        for name, label in labels.items():
+            axis = self.axis(name)
+            values = values.select(axes.index(axis), axis.index(label))
+            axes.remove(axis)
         return values
-
-    def _dimension(self, name: str) -> int:
-        return self.axes.index(self.axis(name))
-
-    def _place(self, name: str, label: Any) -> int:
-        return self.axis(name).index(label)
 
     def top(self, k: int = 10, *, by: Literal["abs", "signed"] = "abs") -> pandas.DataFrame:
         """The k largest rows of the table, ranked by their means over prompts.
@@ -299,14 +295,10 @@ class Result(Shown):
         """
         if by not in ("abs", "signed"):
             raise ValueError(f"by is 'abs' or 'signed', got {by!r}")
-        known: Any = ranked(self._cells())
+        known: Any = ranked(self.to_frame() if self.ordered else self.table())
         if by == "signed":
             known = known.sort_values("value", ascending=False, kind="stable")
         return known[:k].reset_index(drop=True)
-
-    def _cells(self) -> pandas.DataFrame:
-        """The rows that `top` ranks."""
-        return self.table()
 
     def table(self) -> pandas.DataFrame:
         """The mean over prompts of each cell, `value`, beside its standard error `se`.
@@ -375,7 +367,11 @@ class Result(Shown):
         return compare(self, other)
 
     def to_json(self) -> str:
-        """The result as JSON text; NaN is written as null. `from_json` reads it back.
+        """The result as JSON text; NaN is written as null. `from_json` reads it back."""
+        return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `to_json` writes, as lists, numbers and texts.
 
         It holds a checksum of all fields, which does not cover entries that a caller adds.
         """
@@ -383,8 +379,7 @@ class Result(Shown):
             field.name: _encode(getattr(self, field.name)) for field in dataclasses.fields(self)
         }
         head = {"format": "resid_patching", "version": RESULT_VERSION, "kind": self.kind}
-        body = {**head, "sha256": checksum({**head, **fields}), **fields}
-        return json.dumps(body, ensure_ascii=False, allow_nan=False)
+        return {**head, "sha256": checksum({**head, **fields}), **fields}
 
     @classmethod
     def _from_fields(cls: type[R], fields: dict[str, Any]) -> R:
@@ -528,11 +523,8 @@ def load_result(path: str | os.PathLike[str]) -> Result:
     if not isinstance(kind, str) or kind not in _HOMES:
         known = ", ".join(_HOMES)
         raise ResultFormatError(f"{path} holds no result: its kind is {kind!r}, none of {known}")
-    importlib.import_module(f"resid_patching.{_HOMES[kind]}")
-    found = [Result]
-    for one in found:  # grows while it is walked
-        found += one.__subclasses__()
-    return next(one for one in found if one.kind == kind).from_json(text)
+    module, name = _HOMES[kind]
+    return getattr(importlib.import_module(f"resid_patching.{module}"), name).from_json(text)
 
 
 @functools.cache
@@ -558,8 +550,7 @@ def _load_object(text: str) -> dict[str, Any]:
 
 def _encode(value: Any) -> Any:
     if isinstance(value, Tensor):
-        name = str(value.dtype).removeprefix("torch.")
-        return {"tensor": _without_nan(value.detach().cpu().tolist()), "dtype": name}
+        return {"tensor": _with_none(value), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, Axis):
         return {"axis": value.name, "labels": list(value.labels)}
     if isinstance(value, Provenance):
@@ -569,21 +560,24 @@ def _encode(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_nan(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        if not math.isnan(value):
-            raise ResultFormatError(f"{value} cannot be written as JSON")
-        return None
-    return value
+def _with_none(values: Tensor) -> Any:
+    """Nested lists of a tensor's numbers, with None for NaN."""
+    values = values.detach().cpu()
+    if not values.is_floating_point():
+        return values.tolist()
+    if bool((infinite := values.isinf()).any()):
+        raise ResultFormatError(f"{float(values[infinite][0])} cannot be written as JSON")
+    numbers = values.double().numpy()
+    return numpy.where(numpy.isnan(numbers), None, numbers).tolist()  # type: ignore[call-overload]
 
 
 def _decode(value: Any) -> Any:
     if isinstance(value, dict):
         if "tensor" in value:
-            dtype = getattr(torch, value["dtype"])
-            return torch.tensor(_with_nan(value["tensor"]), dtype=dtype, device="cpu")
+            dtype, numbers = getattr(torch, value["dtype"]), value["tensor"]
+            if dtype.is_floating_point:
+                numbers = numpy.array(numbers, dtype=numpy.float64)  # None becomes NaN
+            return torch.tensor(numbers, dtype=dtype, device="cpu")
         if "axis" in value:
             name = "receiver" if value["axis"] == "reader" else value["axis"]  # before 0.1.0
             return Axis(name, tuple(value["labels"]))
@@ -594,9 +588,3 @@ def _decode(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_decode(item) for item in value)
     return value
-
-
-def _with_nan(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_with_nan(item) for item in value]
-    return math.nan if value is None else value

@@ -140,9 +140,6 @@ class StreamReport(Result):
 
     ordered: ClassVar[bool] = True
 
-    def _cells(self) -> pandas.DataFrame:
-        return self.to_frame()  # each token of each prompt is a cell of its own
-
     def to_frame(self) -> pandas.DataFrame:
         """Long form: write, layer, prompt, position, token, write_norm, stream_norm, cosine, value.
 

@@ -100,10 +100,7 @@ class Effect(Result):
     @property
     def receivers(self) -> tuple[str, ...]:
         """The receivers of a path to several side by side; empty for anything else."""
-        columns = self.columns
-        if columns is None or columns.name != "receiver":
-            return ()
-        return tuple(map(str, columns.labels))
+        return tuple(map(str, self.axis("receiver").labels)) if self._has("receiver") else ()
 
     def receiver(self, label: Any) -> Effect:
         """One column of a path to several receivers side by side.
@@ -111,8 +108,7 @@ class Effect(Result):
         Raises:
             KeyError: there is no such receiver.
         """
-        effect = self._column("receiver", label)
-        return dataclasses.replace(effect, path_to=(str(label),))
+        return self._column("receiver", label, path_to=(str(label),))
 
     def reader(self, label: Any) -> Effect:
         """The old name of `receiver`; it goes in the next version."""
@@ -131,20 +127,14 @@ class Effect(Result):
         Raises:
             KeyError: there is no such position.
         """
-        return dataclasses.replace(
-            self._column("position", place), positions=f"position {int(place)}"
-        )
+        return self._column("position", place, positions=f"position {int(place)}")
 
-    def _column(self, name: str, label: Any) -> Effect:
+    def _column(self, name: str, label: Any, **changes: Any) -> Effect:
         place = self.axis(name).index(label)
-        axes = tuple(axis for axis in self.axes if axis.name != name)
-        return dataclasses.replace(
-            self,
-            values=self.values[:, place],
-            patched=self.patched[:, place],
-            direct=self.direct[:, place],
-            axes=axes,
-        )
+        for field in ("values", "patched", "direct"):
+            changes[field] = getattr(self, field)[:, place]
+        changes["axes"] = tuple(axis for axis in self.axes if axis.name != name)
+        return dataclasses.replace(self, **changes)
 
     def recovery(self, source: Tensor) -> Tensor:
         """Mean total over mean (source - baseline): the share of the way from base to source.
@@ -281,22 +271,16 @@ class Effect(Result):
 
     def caveats(self) -> tuple[str, ...]:
         """How total and direct differ, and that a small effect does not make a part unneeded."""
+        rest = "direct (not the total): later writes frozen; indirect: the rest."
         if not self.is_path:
-            said = "total: the model run again; direct (not the total): later writes frozen; "
-        elif self.is_path_to_logits:
+            needed = "This shows what replacing a part does in this run, "
+            needed += "not that it is unnecessary."
+            return f"total: the model run again; {rest}", needed
+        said = f"total: the receiver changed, all behind it run again; {rest}"
+        if self.is_path_to_logits:
             said = "total: the logits with the path replaced; nothing follows, so direct = total."
-        else:
-            said = "total: the receiver changed, all behind it run again; "
-            said += "direct (not the total): later writes frozen; "
-        if said.endswith("; "):
-            said += "indirect: the rest."
-        if self.is_path:
-            only = "Only the senders' messages to the receivers are replaced."
-            return said, f"{only} A sender without a path has no number, which is not 0."
-        return (
-            said,
-            "This shows what replacing a part does in this run, not that it is unnecessary.",
-        )
+        only = "Only the senders' messages to the receivers are replaced."
+        return said, f"{only} A sender without a path has no number, which is not 0."
 
     def pictures(self) -> tuple[str, ...]:
         """The grid or the bars; beside a grid of heads its bars, beside receivers the diagram."""

@@ -124,7 +124,7 @@ def deliver_kl(
 
 def body_of(result: Any, **known: Any) -> dict[str, Any]:
     """A result as JSON, with what the command knew beside it."""
-    return {**json.loads(result.to_json()), **known}
+    return {**result.to_dict(), **known}
 
 
 def csv_text(frame: pandas.DataFrame) -> str:

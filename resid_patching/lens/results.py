@@ -54,9 +54,6 @@ class LensResult(Result):
 
     ordered: ClassVar[bool] = True
 
-    def _cells(self) -> pandas.DataFrame:
-        return self.to_frame()  # each token of each prompt is a cell of its own
-
     def table(self) -> pandas.DataFrame:
         """One row a layer, in order: layer, n (cells averaged), (se,) value.
 

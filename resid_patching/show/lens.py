@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,14 +102,13 @@ class LensOutput:
 
     def body(self) -> dict[str, Any]:
         """As JSON: the top tokens, readable by `TopTokens.from_json`, and all else beside them."""
-        body = json.loads(self.top.to_json())
-        body |= {"lens": self.name, "entropy": _as_json(self.entropy), "kl": _as_json(self.kl)}
+        body = self.top.to_dict()
+        body |= {"lens": self.name, "entropy": self.entropy.to_dict(), "kl": self.kl.to_dict()}
         for token in self.tracked:
-            texts = None if token.texts is None else list(token.texts)
             body[token.what] = {
-                "tokens": texts,
-                "prob": _as_json(token.prob),
-                "rank": _as_json(token.rank),
+                "tokens": token.texts,
+                "prob": token.prob.to_dict(),
+                "rank": token.rank.to_dict(),
             }
         return body
 
@@ -120,10 +118,6 @@ class LensOutput:
             return short_token(token.texts[prompt])
         final = int(self.top.ids[-1, prompt, place, 0])
         return f"{short_token(dict(self.top.texts)[final])} (final)"
-
-
-def _as_json(result: LensResult) -> Any:
-    return json.loads(result.to_json())
 
 
 # Grids of all positions
