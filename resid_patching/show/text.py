@@ -189,29 +189,26 @@ def shown(text: str) -> str:
 
 def print_grid(out: Console, grid: TextGrid) -> None:
     """Prints cells under their columns: positions that fit, or all in as many blocks as needed."""
-    from rich.cells import cell_len
     from rich.text import Text
 
     out.print()
     out.print(grid.title)
     if not grid.rows:
         return
-    names, rows, widths = _laid_out(out, grid)
-    left = max(map(cell_len, names)) + 1
-    room = out.width - left
-    if grid.of_tokens:
-        blocks = [that_fit(widths, room, grid.first)]
-    else:
-        blocks = [that_fit(widths, room, 0)]
-        while blocks[-1].stop < len(widths):
-            blocks.append(that_fit(widths, room, blocks[-1].stop))
+    lines = _lines_of(out, grid)
+    least, side = (0, "left") if grid.of_tokens else (6, "right")
+    left, *widths = [max(cell.cell_len for cell in column) for column in zip(*lines, strict=True)]
+    widths = [max(least, width) for width in widths]
+    for name, *cells in lines:
+        name.align("left", left)
+        for cell, width in zip(cells, widths, strict=True):
+            cell.align(side, width)
+    blocks = [that_fit(widths, out.width - left - 1, grid.first if grid.of_tokens else 0)]
+    while not grid.of_tokens and blocks[-1].stop < len(widths):
+        blocks.append(that_fit(widths, out.width - left - 1, blocks[-1].stop))
     for places in blocks:
-        for name, row in zip(names, rows, strict=True):
-            line = Text(_padded(name, left))
-            for place in places:
-                text, style = row[place]
-                line.append(" " if place > places.start else "")
-                line.append(_padded(text, widths[place], right=not grid.of_tokens), style)
+        for name, *cells in lines:
+            line = Text(" ").join([name, *cells[places.start : places.stop]])
             line.rstrip()
             out.print(line, soft_wrap=True)
     if grid.of_tokens:
@@ -220,47 +217,31 @@ def print_grid(out: Console, grid: TextGrid) -> None:
         out.print(grid.after)
 
 
-def _padded(text: str, width: int, *, right: bool = False) -> str:
-    from rich.cells import set_cell_size
-
-    return f"{text:>{width}}" if right else set_cell_size(text, width)
-
-
-def _laid_out(
-    out: Console, grid: TextGrid
-) -> tuple[list[str], list[list[tuple[str, str]]], list[int]]:
-    """The names and cells (text and style) of a grid's lines, its heads first, and their widths."""
-    from rich.cells import cell_len
+def _lines_of(out: Console, grid: TextGrid) -> list[list[Any]]:
+    """The lines of a grid, its heads first: the name of the row, then its cells, as rich texts."""
+    from rich.text import Text
 
     cut = clipped if grid.of_tokens else shown
-    n_heads = max(map(len, grid.columns))
-    heads = [[*map(cut, lines), *[""] * (n_heads - len(lines))] for lines in grid.columns]
-    texts = [[cut(grid.missing if c is None else c.text) for c in row] for row in grid.cells]
-    styles = [[""] * len(heads)] * len(texts)
-    if shades(out):
-        styles = [[heat(cell.shade) if cell else "" for cell in row] for row in grid.cells]
-    elif grid.shares:
-        texts = _with_shares(grid, texts)
-    lines = [*zip(*heads, strict=True), *texts]
-    least = 0 if grid.of_tokens else 6
-    widths = [max(least, *map(cell_len, column)) for column in zip(*lines, strict=True)]
-    styles = [[""] * len(heads)] * n_heads + styles
-    rows = [list(zip(line, style, strict=True)) for line, style in zip(lines, styles, strict=True)]
-    return [""] * n_heads + [shown(name) for name in grid.rows], rows, widths
-
-
-def _with_shares(grid: TextGrid, texts: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Texts with their probability beside them, in line."""
-    from rich.cells import cell_len, set_cell_size
-
-    widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
-    return [
+    shaded = shades(out)
+    rows = [
         [
-            f"{set_cell_size(text, width)} {cell.shade:>4.0%}" if cell else ""
-            for text, width, cell in zip(row, widths, cells, strict=True)
+            Text(cut(cell.text), heat(cell.shade) if shaded else "") if cell else Text(grid.missing)
+            for cell in row
         ]
-        for row, cells in zip(texts, grid.cells, strict=True)
+        for row in grid.cells
     ]
+    if grid.shares and not shaded:
+        for place in range(len(grid.columns)):
+            width = max(row[place].cell_len for row in rows)
+            for row, cells in zip(rows, grid.cells, strict=True):
+                row[place].align("left", width)
+                row[place].append(f" {cell.shade:>4.0%}" if (cell := cells[place]) else "")
+    names = [Text(shown(name)) for name in grid.rows]
+    heads = [
+        [Text(cut(lines[n]) if n < len(lines) else "") for lines in [(), *grid.columns]]
+        for n in range(max(map(len, grid.columns)))
+    ]
+    return heads + [[name, *row] for name, row in zip(names, rows, strict=True)]
 
 
 def heat(share: float) -> str:
