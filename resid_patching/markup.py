@@ -9,7 +9,8 @@ from typing import Any
 
 # Columns that are not written with a sign and four decimals.
 _NUMBER_FORMATS = {
-    **dict.fromkeys(("se", "se cosine", "logit lens", "ridge", "tuned"), "{:.4f}"),
+    **dict.fromkeys(("se", "se cosine", "se logit", "se tuned"), "{:.4f}"),
+    **dict.fromkeys(("logit lens", "ridge", "tuned"), "{:.4f}"),
     **dict.fromkeys(("stored logit", "stored ridge", "stored tuned"), "{:.4f}"),
     **dict.fromkeys(("norm", "stream after", "se norm", "se stream"), "{:.3f}"),
     **dict.fromkeys(("entropy", "KL", "logit KL", "tuned KL"), "{:.3f}"),

@@ -325,6 +325,17 @@ def test_show_without_a_position_is_two_tables_and_the_mean_kl(capsys, model, lo
     shown = [float(row["logit lens"]) for label, row in rows.items() if label != "mean"]
     assert shown == pytest.approx(expected, abs=2e-4)
     assert "neither beliefs nor causes" in out and "not what causes what" in out
+    assert "standard error" not in out
+
+
+def test_show_of_several_prompts_gives_standard_errors_over_them(capsys, model, loaded, folder):
+    prompts = [PROMPT, "the dog"]
+    given = [part for prompt in prompts for part in ("--prompt", prompt)]
+    rows = rows_of(found_by(capsys, "show", "--model", model, "--lens", folder, *given))
+    table = rp.logit_lens(rp.capture(loaded, prompts)).kl.table()[:-1]
+    errors = [float(row["se logit"]) for label, row in rows.items() if label != "mean"]
+    assert errors == pytest.approx(table["se"].tolist(), abs=2e-4)
+    assert float(rows["mean"]["se tuned"]) > 0
 
 
 # convert

@@ -259,8 +259,20 @@ def cells_table(frames: Sequence[pandas.DataFrame]) -> Table:
     return Table(shown, "Entropy and KL(final || lens) in nats", on="page")
 
 
-def kl_table(title: str, columns: Mapping[str, Sequence[float]], labels: Sequence[str]) -> Table:
-    """KL by layer, with the means last; `logit lens` and `tuned` give their ratio."""
+def kl_table(
+    title: str,
+    columns: Mapping[str, Sequence[float]],
+    labels: Sequence[str],
+    errors: Mapping[str, Sequence[float]] | None = None,
+) -> Table:
+    """KL by layer, with the means last; `logit lens` and `tuned` give their ratio.
+
+    Args:
+        title: the line above.
+        columns: numbers for each layer, by what read it.
+        labels: the layers.
+        errors: standard errors for each layer and then for the mean over layers, by their heading.
+    """
     import pandas
 
     frame = pandas.DataFrame({"layer": list(labels), **columns})
@@ -269,7 +281,7 @@ def kl_table(title: str, columns: Mapping[str, Sequence[float]], labels: Sequenc
     frame.loc[len(labels)] = {"layer": "mean", **frame[list(columns)].mean()}
     place = list(frame.columns).index("tuned") + 1
     frame.insert(place, "tuned / logit", frame["tuned"] / frame["logit lens"])
-    return Table(frame, title, after=(after,))
+    return Table(frame.assign(**errors or {}), title, after=(after,))
 
 
 # Text
