@@ -192,7 +192,7 @@ def _pattern_of(text: str) -> HeadNode:
     match address := parse(text):
         case Head(layer, head) | HeadNode(layer, head, "pattern"):
             return HeadNode(layer, head, "pattern")
-    raise AddressError(f"{address} is no head; patterns are of heads such as 9.9")
+    raise AddressError(f"{address} is not a head; attention patterns belong to heads such as 9.9")
 
 
 def _slack(values: Tensor) -> float:
@@ -208,7 +208,7 @@ def _require_patterns(run: Run, labels: tuple[str, ...], values: Tensor, seen: T
         sums = of_head.masked_fill(~seen, 0).sum(-1)[seen.any(-1)]
         later = float(of_head.masked_fill(seen, 0).abs().max())
         if not bool((real >= 0).all()) or float(sums.max()) > 1 + _slack(values):
-            problem = "holds negative numbers, no numbers, or rows of more than 1"
+            problem = "has negative weights, NaN, or rows that sum to more than 1"
         elif later > _slack(values):
             problem = f"looks at later tokens, with a weight of up to {later:.3g}"
         else:
@@ -216,6 +216,6 @@ def _require_patterns(run: Run, labels: tuple[str, ...], values: Tensor, seen: T
             continue
         raise HeadMismatchError(
             f"{label}.pattern {problem}: what {run.view.name} ({run.view.kind}) gives as "
-            "the head's pattern is no causal one. Take off hooks that change it."
+            "the head's pattern is not causal attention. Remove hooks that change it."
         )
     return least

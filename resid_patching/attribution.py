@@ -162,7 +162,7 @@ class Attribution(Result):
         target = lengths + wanted if wanted < 0 else torch.full_like(lengths, wanted)
         found = (self.position_index.cpu() == target[:, None]) & (target[:, None] >= 0)
         if not found.any(1).all():
-            raise KeyError(f"position {wanted} is not in this result for every row")
+            raise KeyError(f"not every prompt has position {wanted} in this result")
         column = found.long().argmax(1).to(self.values.device)
         values = self.values[:, torch.arange(len(column), device=column.device), column]
         reduced = Result(values, self.axes[:2], self.unit, self.provenance)

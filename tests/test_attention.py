@@ -72,7 +72,7 @@ def test_patterns_are_read_back_as_written():
     [
         ("1.9", "1.9.pattern does not exist: layer 1 has heads 0 to 3"),
         ("7.0", "has layers 0 to 2"),
-        ("mlp.1", "mlp.1 is no head"),
+        ("mlp.1", "mlp.1 is not a head"),
         (["1.0", "1.0.pattern"], "given twice"),
         ([], "no head was given"),
     ],

@@ -363,7 +363,7 @@ class Effect(Result):
         self._require_one_column("grid()")
         heads = {i: a for i, t in enumerate(self.targets) if isinstance(a := parse(t), Head)}
         if not heads:
-            raise ValueError(f"a grid is of heads; the targets are {', '.join(self.targets[:4])}")
+            raise ValueError(f"a grid shows heads; the targets are {', '.join(self.targets[:4])}")
         source = {"total": self.total, "direct": self.direct, "indirect": self.indirect}[of]
         n_layers = 1 + max(head.layer for head in heads.values())
         n_heads = 1 + max(head.head for head in heads.values())
@@ -393,7 +393,7 @@ class Effect(Result):
 
         self._require_one_column("perplexity")
         if self.weights is None:
-            raise ValueError(f"perplexity is of metric=rp.loss(); this metric is {self.metric}")
+            raise ValueError(f"perplexity needs metric=rp.loss(); this metric is {self.metric}")
         weights, baseline, patched = (
             tensor.detach().to("cpu", torch.float64)
             for tensor in (self.weights, self.baseline, self.patched)

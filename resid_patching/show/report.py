@@ -251,7 +251,7 @@ def _by_column(effect: Effect, frame: Any, top: int) -> TextGrid:
     column, row = effect.columns.name, "sender" if effect.is_path else "target"
     if bool(frame["value"].isna().all()):
         no_path = "no sender writes before a receiver reads: there is no path"
-        return TextGrid(no_path if effect.is_path else "no number in every prompt", [], [], [])
+        return TextGrid(no_path if effect.is_path else "no position is in every prompt", [], [], [])
     pivot = frame.pivot(index="target", columns=column, values="value")
     pivot = pivot.loc[list(effect.targets), list(effect.columns.labels)]
     sizes = pivot.abs()
