@@ -94,9 +94,9 @@ def test_a_model_without_the_hook_is_refused_by_name(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: p * 1.5, "rows of more than 1"),
-        (lambda p: -p, "negative numbers"),
-        (lambda p: p * torch.nan, "no numbers"),
+        (lambda p: p * 1.5, "sum to more than 1"),
+        (lambda p: -p, "negative weights"),
+        (lambda p: p * torch.nan, "NaN"),
         (lambda p: p.flip(-1), "later tokens"),
     ],
 )
