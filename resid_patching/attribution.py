@@ -92,6 +92,11 @@ class Attribution(Result):
 
     adds_up: ClassVar[bool] = True
 
+    @property
+    def grid_name(self) -> str:
+        """What the values of a grid are; there is none of several positions."""
+        return "written" if len(self.axis("pos").labels) == 1 else ""
+
     def table(self) -> pandas.DataFrame:
         """One row a component and position: component, layer, head, position, (se,) value.
 

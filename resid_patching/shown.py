@@ -29,6 +29,16 @@ class Shown:
         return "row"
 
     @property
+    def grid_name(self) -> str:
+        """What the values of heads are, as the title of a grid; empty where there is no grid."""
+        return ""
+
+    @property
+    def why_absent(self) -> str:
+        """What a cell of a grid without a value means; empty where a title need not say it."""
+        return ""
+
+    @property
     def why_no_value(self) -> str:
         """Why some rows have no value, as words that follow "3 of 12 rows"."""
         return "are not in every prompt: n/a"

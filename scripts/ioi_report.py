@@ -18,7 +18,6 @@ from resid_patching.show.report import (
     Document,
     Section,
     Table,
-    by_layer_and_head,
     drawn,
     grids_of,
     table_of,
@@ -158,7 +157,7 @@ def _attribution(found: Study, top: int) -> Section:
         "attribution",
         facts=(("sum", _sums(dla)),),
         tables=(dataclasses.replace(table, frame=heads, sums=(), what="heads"),),
-        grids=by_layer_and_head(dla, rows, "written at END"),
+        grids=grids_of(dla, rows, name="written at END"),
         draws=(drawn("heatmap", dla, title="Direct logit attribution at END"),),
     )
 
@@ -212,7 +211,7 @@ def _to_queries(found: Study, top: int) -> Section:
         grids=tuple(
             grid
             for head, effect in columns.items()
-            for grid in by_layer_and_head(effect, effect.table(), f"total effect on {head}.q")
+            for grid in grids_of(effect, effect.table(), name=f"total effect on {head}.q")
         ),
         draws=tuple(drawn("heatmap", e, title=f"{title} {head}") for head, e in columns.items()),
     )

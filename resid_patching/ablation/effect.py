@@ -28,8 +28,6 @@ from resid_patching.result import (
 if TYPE_CHECKING:
     import pandas
 
-NO_PATH = "no path: it writes too late"
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Effect(Result):
@@ -244,12 +242,22 @@ class Effect(Result):
         return "sender" if self.is_path else "target"
 
     @property
+    def grid_name(self) -> str:
+        """What the values of a grid are."""
+        return "total effect"
+
+    @property
+    def why_absent(self) -> str:
+        """A target that writes after a receiver reads has no path to it."""
+        return "no path: it writes too late" if self.is_path else ""
+
+    @property
     def why_no_value(self) -> str:
         """There is no path, or not every prompt has the position."""
         if not self.is_path:
             return super().why_no_value
         if self._has("receiver"):
-            return f"do not exist ({NO_PATH})"
+            return f"do not exist ({self.why_absent})"
         return "have no path to the receiver: n/a"
 
     def _has(self, name: str) -> bool:

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from resid_patching.ablation.effect import NO_PATH, Effect
-from resid_patching.attribution import Attribution
 from resid_patching.markup import quoted
 from resid_patching.shown import ranked, under_headings
 
 if TYPE_CHECKING:
     import pandas
 
+    from resid_patching.ablation import Effect
     from resid_patching.result import Provenance
     from resid_patching.shown import Shown
 
@@ -202,41 +201,27 @@ def table_of(
 # Grids of numbers
 
 
-def grids_of(result: Shown, frame: pandas.DataFrame, top: int = 15) -> tuple[TextGrid, ...]:
-    """Numbers by layer and head where rows are heads, or target by receiver or position.
+def grids_of(
+    result: Any, frame: pandas.DataFrame, top: int = 15, name: str = ""
+) -> tuple[TextGrid, ...]:
+    """The value of each head, layer by head, or target by receiver or position.
 
     Args:
-        result: any result; only effects and attributions have a grid.
+        result: any result; there is a grid where it names one and several rows are heads.
         frame: `result.table()`.
         top: how many receivers, positions, and targets of these.
+        name: what the values are, where not as the result calls them.
     """
-    if isinstance(result, Effect) and result.columns is not None:
+    if getattr(result, "columns", None) is not None:
         return (_by_column(result, frame, top),)
-    if isinstance(result, Effect):
-        return by_layer_and_head(result, frame, "total effect")
-    if isinstance(result, Attribution) and len(result.axis("pos").labels) == 1:
-        return by_layer_and_head(result, frame, "written")
-    return ()
-
-
-def by_layer_and_head(
-    result: Effect | Attribution, frame: pandas.DataFrame, name: str
-) -> tuple[TextGrid, ...]:
-    """The value of each head, layer by head; nothing where fewer than two rows are heads.
-
-    Args:
-        result: an effect of one column, or an attribution at one position.
-        frame: its table.
-        name: what the values are.
-    """
-    if "head" not in frame or frame["head"].count() < 2:
+    name = name or result.grid_name
+    if not name or "head" not in frame or frame["head"].count() < 2:
         return ()
     heads = frame.dropna(subset=["head"])
     pivot = heads.pivot(index="layer", columns="head", values="value")
-    lacks_path = getattr(result, "is_path", False) and bool(heads["value"].isna().any())
     return (
         TextGrid(
-            f"{name} in {result.unit}, layer by head{f' (. {NO_PATH})' * lacks_path}",
+            f"{name} in {result.unit}, layer by head{_legend(result, heads['value'])}",
             [f"{layer:>4}" for layer in pivot.index],
             [(str(head),) for head in pivot.columns],
             number_cells(pivot.to_numpy(dtype=float)),
@@ -264,16 +249,21 @@ def _by_column(effect: Effect, frame: Any, top: int) -> TextGrid:
         if (n := whole - some)
     ]
     why = "weaker or without a path" if effect.is_path else "weaker or not in every prompt"
-    lacks_path = effect.is_path and bool(shown.isna().any().any())
     tokens = dict(zip(frame[column], frame.get("token", []), strict=False))
     return TextGrid(
-        f"total effect in {effect.unit}, {row} by {column}{f' (. {NO_PATH})' * lacks_path}",
+        f"total effect in {effect.unit}, {row} by {column}{_legend(effect, shown)}",
         [clipped_target(str(target)) for target in shown.index],
         [(str(c), *([quoted(tokens[c])] if c in tokens else [])) for c in shown.columns],
         number_cells(shown.to_numpy(dtype=float)),
         missing=".",
         after=f"and {' and '.join(left)}, {why} (--top N shows more)" if left else "",
     )
+
+
+def _legend(result: Shown, values: Any) -> str:
+    """What a cell without a value means, where there is one and the result says it."""
+    lacks = result.why_absent and bool(values.isna().any(axis=None))
+    return f" (. {result.why_absent})" if lacks else ""
 
 
 def _strongest_labels(sizes: Any, top: int) -> Any:
