@@ -40,7 +40,7 @@ from resid_patching.errors import GapError, TokenError
 from resid_patching.markup import quoted
 from resid_patching.models import TOLERANCE, ModelView, exact, require, require_finite_at
 from resid_patching.prompts import Positions, Tokens, tokens_for
-from resid_patching.result import Axis, Result, provenance
+from resid_patching.result import Axis, Result, insert_tokens, position_axis, provenance
 from resid_patching.run import Run
 from resid_patching.tokens import token_text
 
@@ -97,7 +97,7 @@ class Attribution(Result):
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """The rows that no part of the model computes from the prompt."""
+        """The rows that no prompt changes: the biases of final norm and unembedding."""
         norm_bias, unembed_bias = str(FinalNormBias()), str(UnembedBias())
         return (norm_bias,) if self.direction is not None else (norm_bias, unembed_bias)
 
@@ -111,14 +111,19 @@ class Attribution(Result):
     def _n_prompts(self) -> int:
         return len(self.token_texts)
 
-    adds_up: ClassVar[bool] = True  # the rows sum to a number that means something
+    adds_up: ClassVar[bool] = True
+
+    @property
+    def grid_name(self) -> str:
+        """What the values of a grid are; there is none of several positions."""
+        return "written" if len(self.axis("pos").labels) == 1 else ""
 
     def table(self) -> pandas.DataFrame:
         """One row a component and position: component, layer, head, position, (se,) value.
 
-        Of one prompt it says the token at each position. Of several, `position` is the one that
-        was asked for ("own": each prompt's own), values are means over prompts beside their
-        standard error, and positions that not every prompt has are NaN.
+        With one prompt, the token at each position stands beside it. With several, `position` is
+        the one that was asked for ("own": each prompt has its own), values are means over prompts
+        with their standard error, and they are NaN at positions that not every prompt has.
         """
         if self._n_prompts > 1:
             return super().table()
@@ -131,7 +136,7 @@ class Attribution(Result):
             columns["position"] = "position"
             columns |= {"token": "token"} if self._n_prompts == 1 else {}
         columns["value"] = self.unit
-        return columns | ({"se": "se"} if self._n_prompts > 1 else {})
+        return columns | ({"se": "se"} if self.has_error else {})
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """What is scored, the sum of the rows, the model's own value and the gap."""
@@ -159,7 +164,7 @@ class Attribution(Result):
         return f"{float(values.detach().cpu().double().nanmean()):+.4f} {self.unit}"
 
     def caveats(self) -> tuple[str, ...]:
-        """That a row is a direct effect."""
+        """A row is a direct effect."""
         return ("A row is a direct effect: a part that acts through later parts scores near zero.",)
 
     def pictures(self) -> tuple[str, ...]:
@@ -185,7 +190,7 @@ class Attribution(Result):
         target = lengths + wanted if wanted < 0 else torch.full_like(lengths, wanted)
         found = (self.position_index.cpu() == target[:, None]) & (target[:, None] >= 0)
         if not found.any(1).all():
-            raise KeyError(f"position {wanted} is not in this result for every row")
+            raise KeyError(f"not every prompt has position {wanted} in this result")
         column = found.long().argmax(1).to(self.values.device)
         values = self.values[:, torch.arange(len(column), device=column.device), column]
         reduced = Result(values, self.axes[:2], self.unit, self.provenance)
@@ -198,12 +203,8 @@ class Attribution(Result):
         """
         frame = super().to_frame()
         n_parts = self.values.shape[0]
-        index = self.position_index.cpu().flatten().repeat(n_parts).numpy()
-        frame["position"] = index
-        rows = frame["prompt"].to_numpy()
-        texts = self.token_texts
-        tokens = [texts[b][p] if p >= 0 else "" for b, p in zip(rows, index, strict=True)]
-        frame.insert(list(frame.columns).index("position") + 1, "token", tokens)
+        frame["position"] = self.position_index.cpu().flatten().repeat(n_parts).numpy()
+        insert_tokens(frame, self.token_texts)
         return frame.loc[frame["position"] >= 0].reset_index(drop=True)
 
 
@@ -281,7 +282,11 @@ def _attribute(run: Run, parts: Parts, score: _Score, positions: Positions) -> A
     biases = (str(FinalNormBias()), str(UnembedBias()))
     return Attribution(
         values=rows,
-        axes=_axes([*map(str, parts.writers), *biases[: len(constants)]], run, positions),
+        axes=(
+            Axis("component", (*map(str, parts.writers), *biases[: len(constants)])),
+            Axis("batch", tuple(range(len(run)))),
+            position_axis(positions, rows.shape[-1]),
+        ),
         unit=score.unit,
         provenance=provenance(run, f"direct logit attribution by {parts.by}, {score.plan}"),
         by=parts.by,
@@ -290,21 +295,6 @@ def _attribute(run: Run, parts: Parts, score: _Score, positions: Positions) -> A
         token_texts=run.prompts.token_texts,
         position_index=score.positions.index.to(rows.device),
         **score.names(),
-    )
-
-
-def _axes(names: list[str], run: Run, positions: Positions) -> tuple[Axis, ...]:
-    width = run.locate(positions).index.shape[1]
-    if positions is None:
-        labels: tuple[str | int, ...] = tuple(range(width))
-    elif isinstance(positions, int):
-        labels = (positions,)
-    else:
-        labels = ("own",)
-    return (
-        Axis("component", tuple(names)),
-        Axis("batch", tuple(range(len(run)))),
-        Axis("pos", labels),
     )
 
 

@@ -179,7 +179,7 @@ class PathWarning(ResidPatchingWarning):
 
 
 # This package, and what stands between its functions and their callers.
-_OURS = ("resid_patching", "contextlib", "torch", "jaxtyping", "beartype")
+_NOT_THE_CALLER = ("resid_patching", "contextlib", "torch", "jaxtyping", "beartype")
 
 
 def warn(message: str, category: type[Warning]) -> None:
@@ -197,4 +197,4 @@ def warn(message: str, category: type[Warning]) -> None:
 
 def _is_ours(module: str) -> bool:
     """Whether a module is of this package, or wraps its functions."""
-    return module.partition(".")[0] in _OURS
+    return module.partition(".")[0] in _NOT_THE_CALLER

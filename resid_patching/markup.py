@@ -8,11 +8,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 # Columns that are not written with a sign and four decimals.
-_FORMATS = {
-    **dict.fromkeys(("se", "logit lens", "ridge", "tuned"), "{:.4f}"),
+_NUMBER_FORMATS = {
+    **dict.fromkeys(("se", "se cosine", "se logit", "se tuned"), "{:.4f}"),
+    **dict.fromkeys(("logit lens", "ridge", "tuned"), "{:.4f}"),
     **dict.fromkeys(("stored logit", "stored ridge", "stored tuned"), "{:.4f}"),
-    **dict.fromkeys(("norm", "stream after", "entropy", "KL", "logit KL", "tuned KL"), "{:.3f}"),
-    **dict.fromkeys(("share", "tuned / logit"), "{:.1%}"),
+    **dict.fromkeys(("norm", "stream after", "se norm", "se stream"), "{:.3f}"),
+    **dict.fromkeys(("entropy", "KL", "logit KL", "tuned KL"), "{:.3f}"),
+    **dict.fromkeys(("share", "se share", "tuned / logit"), "{:.1%}"),
     "probability": "{:.2%}",
     "nats": "{:.4f}",
     "weight": "{:.3f}",
@@ -21,14 +23,14 @@ _FORMATS = {
     "ratio": "×{}",
     "perplexity": "{}",
 }
-_TOKENS = ("token", "token there", "answer", "against", "says", "base token", "source token")
+_TOKEN_COLUMNS = ("token", "token there", "answer", "against", "says", "base token", "source token")
 
 
 def number_text(column: str, value: float) -> str:
     """A number as it is shown in a column of a table, n/a for NaN."""
     if math.isnan(value):
         return "n/a"
-    form = _FORMATS.get(column, "{:+.4f}")
+    form = _NUMBER_FORMATS.get(column, "{:+.4f}")
     if "{}" in form:  # a positive number in four digits or more
         return form.format(f"{value:,.0f}" if value >= 1000 else f"{value:.4g}")
     text = form.format(value)
@@ -41,7 +43,7 @@ def cell_text(column: str, value: Any) -> str:
         return number_text(column, value)
     if isinstance(value, tuple):
         return "  ".join(map(str, value))
-    if column in _TOKENS and isinstance(value, str):
+    if column in _TOKEN_COLUMNS and isinstance(value, str):
         return quoted(value)
     return "" if value is None or type(value).__name__ == "NAType" else str(value)
 

@@ -213,7 +213,7 @@ def logit_diff(answer: Answers, foil: Answers, *, position: Positions = -1) -> M
 
         return Reading(run.locate(position), torch.cat([left.ids, right.ids], 1), evaluate)
 
-    name = f"logit difference {_shown(answer)} - {_shown(foil)}{_at(position)}"
+    name = f"logit difference {_answer_text(answer)} - {_answer_text(foil)}{_at_position(position)}"
     return Metric(name, "logits", bind)
 
 
@@ -239,7 +239,7 @@ def logit(token: Answers, *, position: Positions = -1) -> Metric:
 
         return Reading(run.locate(position), sets.ids, evaluate)
 
-    return Metric(f"logit of {_shown(token)}{_at(position)}", "logits", bind)
+    return Metric(f"logit of {_answer_text(token)}{_at_position(position)}", "logits", bind)
 
 
 def prob(token: Answers, *, position: Positions = -1) -> Metric:
@@ -264,7 +264,9 @@ def prob(token: Answers, *, position: Positions = -1) -> Metric:
 
         return Reading(run.locate(position), None, evaluate, tokens=sets.ids)
 
-    return Metric(f"probability of {_shown(token)}{_at(position)}", "probability", bind)
+    return Metric(
+        f"probability of {_answer_text(token)}{_at_position(position)}", "probability", bind
+    )
 
 
 def loss() -> Metric:
@@ -318,7 +320,7 @@ def kl(*, position: Positions = -1) -> Metric:
 
         return Reading(where, None, evaluate, needs_clean=True)
 
-    return Metric(f"KL from the clean run{_at(position)}", "nats", bind)
+    return Metric(f"KL from the clean run{_at_position(position)}", "nats", bind)
 
 
 def top1_change(*, position: Positions = -1) -> Metric:
@@ -339,7 +341,7 @@ def top1_change(*, position: Positions = -1) -> Metric:
 
         return Reading(run.locate(position), None, evaluate, needs_clean=True)
 
-    return Metric(f"change of the top prediction{_at(position)}", "changed", bind)
+    return Metric(f"change of the top prediction{_at_position(position)}", "changed", bind)
 
 
 def custom(
@@ -412,14 +414,14 @@ def _single(position: Positions) -> Positions:
     return position
 
 
-def _shown(answers: Answers) -> str:
+def _answer_text(answers: Answers) -> str:
     if isinstance(answers, AnyOf):
         combined = "" if answers.logits is None else f" ({answers.logits})"
         return f"{answers}{combined}"
     return repr(answers) if isinstance(answers, str | int) else "(one a prompt)"
 
 
-def _at(position: Positions) -> str:
+def _at_position(position: Positions) -> str:
     if position is None:
         return ", mean over positions"
     if isinstance(position, int):

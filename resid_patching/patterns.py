@@ -1,8 +1,8 @@
 """Attention patterns: where chosen heads look, with the tokens they look at.
 
 A head's pattern at a query is its softmax over the keys up to it, as the model itself computed it,
- so each row of a query sums to 1. Where a model gives a share to a sink that is no
-token (gpt-oss), or a hook of the caller takes weight away, rows sum to less, and the plan says so.
+so each row of a query sums to 1. Rows sum to less where a model gives a share to a sink that is no
+token (gpt-oss), or where a hook of the caller takes weight away; the plan then says so.
 
     patterns = attention_patterns(run, ["9.9", "10.0"])
     patterns.looks(k=3)              where each head looks from the last token
@@ -25,7 +25,7 @@ from resid_patching.ablation.targets import Targets, find_rows
 from resid_patching.address import Head, HeadNode, parse
 from resid_patching.errors import AddressError, HeadMismatchError, PositionError
 from resid_patching.models import TOLERANCE
-from resid_patching.result import Axis, Result, provenance
+from resid_patching.result import Axis, Result, insert_tokens, provenance
 from resid_patching.run import Run
 
 if TYPE_CHECKING:
@@ -90,9 +90,6 @@ class AttentionPatterns(Result):
         """Where each head looks from each prompt's last token."""
         return self.looks()
 
-    def _cells(self) -> pandas.DataFrame:
-        return self.to_frame()  # each query and key of each prompt is a cell of its own
-
     @property
     def row_name(self) -> str:
         """What a row of the table is called."""
@@ -105,9 +102,9 @@ class AttentionPatterns(Result):
 
     def headings(self) -> dict[str, str]:
         """The columns of the table, each with the name above it."""
-        names = {"query": "looks from", "query_token": "token", "key": "looks at"}
-        names |= {"key_token": "token there"}
-        return {str(name): names.get(str(name), str(name)) for name in self.table().columns}
+        columns = {"head": "head", "prompt": "prompt", "query": "looks from"}
+        columns |= {"query_token": "token", "key": "looks at", "key_token": "token there"}
+        return columns | {"weight": "weight"}
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """The model that ran, how many prompts, and where rows do not sum to 1."""
@@ -130,9 +127,8 @@ class AttentionPatterns(Result):
     def to_frame(self) -> pandas.DataFrame:
         """Long form: head, prompt, query, query_token, key, key_token, value; what exists."""
         frame = super().to_frame().dropna(subset=["value"])
-        for place, column in (("query", 3), ("key", 5)):
-            cells = zip(frame["prompt"], frame[place], strict=True)
-            frame.insert(column, f"{place}_token", [self.token_texts[b][p] for b, p in cells])
+        for column in ("query", "key"):
+            insert_tokens(frame, self.token_texts, column)
         return frame.reset_index(drop=True)
 
 
@@ -196,7 +192,7 @@ def _pattern_of(text: str) -> HeadNode:
     match address := parse(text):
         case Head(layer, head) | HeadNode(layer, head, "pattern"):
             return HeadNode(layer, head, "pattern")
-    raise AddressError(f"{address} is no head; patterns are of heads such as 9.9")
+    raise AddressError(f"{address} is not a head; attention patterns belong to heads such as 9.9")
 
 
 def _slack(values: Tensor) -> float:
@@ -212,7 +208,7 @@ def _require_patterns(run: Run, labels: tuple[str, ...], values: Tensor, seen: T
         sums = of_head.masked_fill(~seen, 0).sum(-1)[seen.any(-1)]
         later = float(of_head.masked_fill(seen, 0).abs().max())
         if not bool((real >= 0).all()) or float(sums.max()) > 1 + _slack(values):
-            problem = "holds negative numbers, no numbers, or rows of more than 1"
+            problem = "has negative weights, NaN, or rows that sum to more than 1"
         elif later > _slack(values):
             problem = f"looks at later tokens, with a weight of up to {later:.3g}"
         else:
@@ -220,6 +216,6 @@ def _require_patterns(run: Run, labels: tuple[str, ...], values: Tensor, seen: T
             continue
         raise HeadMismatchError(
             f"{label}.pattern {problem}: what {run.view.name} ({run.view.kind}) gives as "
-            "the head's pattern is no causal one. Take off hooks that change it."
+            "the head's pattern is not causal attention. Remove hooks that change it."
         )
     return least

@@ -30,8 +30,8 @@ from torch import Tensor
 from resid_patching.errors import MetricError
 from resid_patching.run import DEFAULT_MAX_BYTES, Run
 
-_PLACES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_TOLERANCE = 1e-4  # of the largest number: sums over more rows round otherwise
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_ROUNDING = 1e-4  # of the largest number: sums over more rows round otherwise
 
 
 def takes_prompts(function: Any) -> bool:
@@ -48,7 +48,7 @@ def takes_prompts(function: Any) -> bool:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # some functions that are written in C show no signature
         return False
-    places = [p for p in parameters if p.kind in _PLACES]
+    places = [p for p in parameters if p.kind in _POSITIONAL]
     needed = [p for p in places if p.default is p.empty]
     named = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -211,6 +211,6 @@ class PerPrompt:
 def _first_other(left: Tensor, right: Tensor) -> int | None:
     """The first place where numbers differ by more than rounding; None where none do."""
     left, right = left.detach().double(), right.detach().double()
-    allowed = _TOLERANCE * left.nan_to_num().abs().max()
+    allowed = _ROUNDING * left.nan_to_num().abs().max()
     other = ~torch.isclose(left, right, rtol=0, atol=float(allowed), equal_nan=True)
     return int(other.nonzero()[0]) if bool(other.any()) else None

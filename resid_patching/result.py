@@ -7,7 +7,7 @@
 
 No axis is averaged silently. Undefined cells are NaN, never 0.
 
-Every result says itself what is shown of it, on a terminal, a page or in a notebook:
+Every result says what is shown of it on a terminal, on a page and in a notebook:
 
     result.table()      its rows as a data frame, means over prompts beside their standard error
     result.facts()      a few labelled lines
@@ -24,10 +24,12 @@ import json
 import math
 import os
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
+import numpy
 import torch
 from jaxtyping import Float, Num
 from torch import Tensor
@@ -36,6 +38,7 @@ from resid_patching.address import Address, Head, parse
 from resid_patching.errors import AddressError, ResultFormatError
 from resid_patching.files import checksum, read_json
 from resid_patching.models import report
+from resid_patching.prompts import Positions
 from resid_patching.run import Run
 from resid_patching.shown import Shown, ranked
 from resid_patching.version import __version__
@@ -43,20 +46,20 @@ from resid_patching.version import __version__
 if TYPE_CHECKING:
     import pandas
 
-FORMAT_VERSION = 2  # 1 had no checksum
-# Where the kinds of results are defined.
+RESULT_VERSION = 2  # 1 had no checksum
+# The module and the class of each kind of result.
 _HOMES = {
-    "result": "result",
-    "comparison": "result",
-    "attention": "patterns",
-    "attribution": "attribution",
-    "effect": "ablation",
-    "linearised": "ablation",
-    "stream_report": "stream",
-    "lens": "lens.results",
-    "lens_top_tokens": "lens.results",
+    "result": ("result", "Result"),
+    "comparison": ("result", "Comparison"),
+    "attention": ("patterns", "AttentionPatterns"),
+    "attribution": ("attribution", "Attribution"),
+    "effect": ("ablation.effect", "Effect"),
+    "linearised": ("ablation.linearised", "Linearised"),
+    "stream_report": ("stream", "StreamReport"),
+    "lens": ("lens.results", "LensResult"),
+    "lens_top_tokens": ("lens.results", "TopTokens"),
 }
-_COLUMNS = {"batch": "prompt", "pos": "position"}  # axes, as data frames call them
+_COLUMN_NAMES = {"batch": "prompt", "pos": "position"}  # axes, as data frames call them
 R = TypeVar("R", bound="Result")
 
 
@@ -73,7 +76,7 @@ class Axis:
     labels: tuple[str | int, ...]
 
     def index(self, label: str | int | Address) -> int:
-        """Where a label stands; an address may be given as a value or in its text form.
+        """The index of a label; an address may be given as text.
 
         Raises:
             KeyError: the axis has no such label.
@@ -127,22 +130,79 @@ class Provenance:
 
 
 def standard_error(
-    values: Float[Tensor, "*cell batch"], weights: Num[Tensor, " batch"] | None = None
+    values: Float[Tensor, "*cell batch"], weights: Num[Tensor, "... batch"] | None = None
 ) -> Float[Tensor, "*cell"]:
     """The standard error of the mean over prompts; NaN where there is one prompt.
 
-    With weights w that sum to 1 and the mean m: sqrt(n / (n - 1) * sum w^2 (x - m)^2).
+    With weights w that sum to 1, n of them above 0, and the mean m:
+    sqrt(n / (n - 1) * sum w^2 (x - m)^2).
 
     Args:
         values: a number for each prompt.
         weights: how much each prompt counts in the mean; None for all alike.
     """
     values = values.detach().cpu().double()
-    n = values.shape[-1]
-    share = torch.ones(n).double() if weights is None else weights.detach().cpu().double()
-    share = share / share.sum()
+    share = torch.ones(values.shape[-1]) if weights is None else weights.detach().cpu()
+    share = share.double() / share.sum(-1, keepdim=True)
+    n = (share > 0).sum(-1)
     off = values - (values * share).sum(-1, keepdim=True)
-    return ((share * off).square().sum(-1) * (n / (n - 1) if n > 1 else torch.nan)).sqrt()
+    widened = torch.where(n > 1, n / (n - 1), torch.nan)
+    return ((share * off).square().sum(-1) * widened).sqrt()
+
+
+def standard_error_over_positions(
+    values: Float[Tensor, "*cell batch pos"],
+) -> Float[Tensor, "*cell"]:
+    """The standard error of a mean over all positions of several prompts.
+
+    Positions of one prompt are not independent of each other, so each prompt counts as one
+    observation: its own mean, weighed by how many positions it has.
+
+    Args:
+        values: a number for each position; NaN where a prompt has none.
+    """
+    values = values.detach().cpu().double()
+    n = (~values.isnan()).sum(-1)
+    return standard_error(values.nansum(-1) / n.clamp_min(1), n)
+
+
+def position_axis(positions: Positions, n: int) -> Axis:
+    """The axis of the positions asked for.
+
+    Args:
+        positions: None for all, one of every prompt, or one for each prompt, which is "own".
+        n: how many there are of a prompt.
+    """
+    if positions is None:
+        return Axis("pos", tuple(range(n)))
+    return Axis("pos", (positions,) if isinstance(positions, int) else ("own",))
+
+
+def flat(values: Tensor) -> Any:
+    """All numbers of a tensor in float64, in the order of the rows of a data frame."""
+    return values.detach().cpu().double().flatten().numpy()
+
+
+def insert_before_value(frame: pandas.DataFrame, columns: Mapping[str, Tensor]) -> None:
+    """Inserts tensors as columns before the last one; they are shaped as the frame's values."""
+    for name, values in columns.items():
+        frame.insert(len(frame.columns) - 1, name, flat(values))
+
+
+def insert_tokens(
+    frame: pandas.DataFrame, texts: Sequence[Sequence[str]], column: str = "position"
+) -> None:
+    """Inserts the token of each prompt's position behind it; None where a prompt has none.
+
+    Args:
+        frame: has the columns `prompt` and `column`.
+        texts: the tokens of each prompt.
+        column: the positions; the new column is `token`, or such as `key_token`.
+    """
+    cells = zip(frame["prompt"], frame[column], strict=True)
+    tokens = [texts[n][p] if p < len(texts[n]) else None for n, p in cells]
+    name = "token" if column == "position" else f"{column}_token"
+    frame.insert(list(frame.columns).index(column) + 1, name, tokens)
 
 
 def provenance(run: Run, plan: str) -> Provenance:
@@ -202,7 +262,7 @@ class Result(Shown):
             warnings.warn("the axis reader is now receiver", DeprecationWarning, stacklevel=3)
             name = "receiver"
         if all(axis.name != name for axis in self.axes):  # by the name of a data frame's column
-            name = {new: old for old, new in _COLUMNS.items()}.get(name, name)
+            name = {new: old for old, new in _COLUMN_NAMES.items()}.get(name, name)
         for axis in self.axes:
             if axis.name == name:
                 return axis
@@ -215,23 +275,18 @@ class Result(Shown):
         Raises:
             KeyError: an axis or a label does not exist.
         """
-        values = self.values
-        places = {self._dimension(name): self._place(name, label) for name, label in labels.items()}
-        for dimension in sorted(places, reverse=True):
-            values = values.select(dimension, places[dimension])
+        values, axes = self.values, list(self.axes)
+        for name, label in labels.items():
+            axis = self.axis(name)
+            values = values.select(axes.index(axis), axis.index(label))
+            axes.remove(axis)
         return values
-
-    def _dimension(self, name: str) -> int:
-        return self.axes.index(self.axis(name))
-
-    def _place(self, name: str, label: Any) -> int:
-        return self.axis(name).index(label)
 
     def top(self, k: int = 10, *, by: Literal["abs", "signed"] = "abs") -> pandas.DataFrame:
         """The k largest rows of the table, ranked by their means over prompts.
 
-        Results about each token (of a lens, of the running total) have a row for each token of
-        each prompt instead, and name both.
+        Results that have a number for each token (lenses, the running total) are ranked by token
+        instead: their rows name the prompt and the token.
 
         Args:
             k: how many.
@@ -246,51 +301,48 @@ class Result(Shown):
         """
         if by not in ("abs", "signed"):
             raise ValueError(f"by is 'abs' or 'signed', got {by!r}")
-        known: Any = ranked(self._cells())
+        known: Any = ranked(self.to_frame() if self.ordered else self.table())
         if by == "signed":
             known = known.sort_values("value", ascending=False, kind="stable")
         return known[:k].reset_index(drop=True)
 
-    def _cells(self) -> pandas.DataFrame:
-        """What `top` ranks."""
-        return self.table()
-
     def table(self) -> pandas.DataFrame:
         """The mean over prompts of each cell, `value`, beside its standard error `se`.
 
-        With one prompt there is no `se`. Results about each token have a row for each token of
-        each prompt instead.
+        There is no `se` where there is one prompt.
         """
         names = [axis.name for axis in self.axes]
         if "batch" not in names:
             return self.to_frame()
         place = names.index("batch")
-        values = self.values.detach().to("cpu", torch.float64)
+        values = self.values.detach().cpu().double()
         axes = tuple(axis for axis in self.axes if axis.name != "batch")
         frame = Result(values.mean(place), axes, self.unit, self.provenance).to_frame()
-        if values.shape[place] > 1:
-            se = standard_error(values.movedim(place, -1))
-            frame.insert(len(frame.columns) - 1, "se", se.flatten().numpy())
+        if self.has_error:
+            insert_before_value(frame, {"se": standard_error(values.movedim(place, -1))})
         return frame
 
     @property
+    def has_error(self) -> bool:
+        """Whether rows of the table are means over several prompts, with a standard error."""
+        return any(axis.name == "batch" and len(axis.labels) > 1 for axis in self.axes)
+
+    @property
     def averaged(self) -> str:
-        """What the rows of the table are means of, in words; nothing where they are none."""
-        n = self.provenance.n_prompts
-        is_mean = n > 1 and any(axis.name == "batch" for axis in self.axes)
-        return f"mean over {n} prompts" if is_mean else ""
+        """What the rows of the table are means over, in words; empty where they are no means."""
+        return f"mean over {self.provenance.n_prompts} prompts" if self.has_error else ""
 
     @property
     def caption(self) -> str:
-        """The unit, and what the numbers are means of."""
-        error = "se: standard error of the mean" if "se" in self.headings() else ""
+        """The unit, and what the numbers are means over."""
+        error = "se: standard error of the mean" if self.has_error else ""
         return "; ".join(filter(None, [f"{self.kind} in {self.unit}", self.averaged, error]))
 
     def headings(self) -> dict[str, str]:
-        """The columns that are shown; not the numbers of layer and head, which the names say."""
-        columns = [str(name) for name in self.table().columns]
-        kept = [n for n in columns if n not in ("layer", "head", "se") or n == columns[0]]
-        return {name: name for name in [*kept, *(["se"] if "se" in columns else [])]}
+        """The axes, the value, and its standard error."""
+        axes = [_COLUMN_NAMES.get(axis.name, axis.name) for axis in self.axes]
+        axes = [name for name in axes if name != "prompt"]
+        return {name: name for name in [*axes, "value", *["se"] * self.has_error]}
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """The model that ran, its weights' state, under which intervention, how many prompts."""
@@ -306,10 +358,9 @@ class Result(Shown):
         """
         import pandas
 
-        names = [_COLUMNS.get(axis.name, axis.name) for axis in self.axes]
+        names = [_COLUMN_NAMES.get(axis.name, axis.name) for axis in self.axes]
         index = pandas.MultiIndex.from_product([axis.labels for axis in self.axes], names=names)
-        values = self.values.detach().to("cpu", torch.float64).flatten().numpy()
-        frame = pandas.DataFrame({"value": values}, index=index).reset_index()
+        frame = pandas.DataFrame({"value": flat(self.values)}, index=index).reset_index()
         if names and names[0] in ("target", "component", "write"):
             places = {str(label): place_of(str(label)) for label in self.axes[0].labels}
             for number, name in enumerate(("layer", "head"), start=1):
@@ -323,16 +374,19 @@ class Result(Shown):
         return compare(self, other)
 
     def to_json(self) -> str:
-        """The result as JSON text; NaN is written as null. `from_json` reads it back.
+        """The result as JSON text; NaN is written as null. `from_json` reads it back."""
+        return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False)
 
-        A checksum of all fields stands beside them; entries that a caller adds are not in it.
+    def to_dict(self) -> dict[str, Any]:
+        """What `to_json` writes, as lists, numbers and texts.
+
+        It holds a checksum of all fields, which does not cover entries that a caller adds.
         """
         fields = {
             field.name: _encode(getattr(self, field.name)) for field in dataclasses.fields(self)
         }
-        head = {"format": "resid_patching", "version": FORMAT_VERSION, "kind": self.kind}
-        body = {**head, "sha256": checksum({**head, **fields}), **fields}
-        return json.dumps(body, ensure_ascii=False, allow_nan=False)
+        head = {"format": "resid_patching", "version": RESULT_VERSION, "kind": self.kind}
+        return {**head, "sha256": checksum({**head, **fields}), **fields}
 
     @classmethod
     def _from_fields(cls: type[R], fields: dict[str, Any]) -> R:
@@ -352,10 +406,10 @@ class Result(Shown):
                 f"a {cls.kind} of resid_patching was expected, found "
                 f"{body.get('kind', 'something else')!r}"
             )
-        if body.get("version") not in (1, FORMAT_VERSION):
+        if body.get("version") not in (1, RESULT_VERSION):
             raise ResultFormatError(
                 f"format version {body.get('version')} was found; this version of the package "
-                f"reads 1 and {FORMAT_VERSION}"
+                f"reads 1 and {RESULT_VERSION}"
             )
         fields = dataclasses.fields(cls)
         names = [f.name for f in fields if f.name in body or f.default is dataclasses.MISSING]
@@ -395,9 +449,7 @@ class Comparison(Result):
     def to_frame(self) -> pandas.DataFrame:
         """Long form: a column for each axis, a, b, and `value`, their difference."""
         frame = super().to_frame()
-        for name, values in (("a", self.a), ("b", self.b)):
-            flat = values.detach().to("cpu", torch.float64).flatten().numpy()
-            frame.insert(len(frame.columns) - 1, name, flat)
+        insert_before_value(frame, {"a": self.a, "b": self.b})
         return frame
 
     def table(self) -> pandas.DataFrame:
@@ -406,22 +458,26 @@ class Comparison(Result):
         if "batch" not in names:
             return self.to_frame()
         frame = super().table()
-        place = list(frame.columns).index("se") if "se" in frame else len(frame.columns) - 1
+        place = list(frame.columns).index("se" if self.has_error else "value")
         for name, values in (("b", self.b), ("a", self.a)):
-            mean = values.detach().to("cpu", torch.float64).mean(names.index("batch"))
-            frame.insert(place, name, mean.flatten().numpy())
+            frame.insert(
+                place, name, flat(values.detach().cpu().double().mean(names.index("batch")))
+            )
         return frame
 
     def headings(self) -> dict[str, str]:
-        """The axes, a, b and their difference."""
-        return {**super().headings(), "value": "difference"}
+        """The axes, a, b and their difference with its standard error."""
+        columns = super().headings()
+        axes = [name for name in columns if name not in ("value", "se")]
+        named = {name: name for name in [*axes, "a", "b"]}
+        return named | {**columns, "value": "difference"}
 
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """What a and b are."""
+        """What was computed in a and in b."""
         return (*zip(("a", "b"), self.plans, strict=True), *super().facts())
 
     def caveats(self) -> tuple[str, ...]:
-        """That the difference has a direction."""
+        """The direction of the difference."""
         return ("difference: a - b, on the same prompts.",)
 
 
@@ -474,16 +530,13 @@ def load_result(path: str | os.PathLike[str]) -> Result:
     if not isinstance(kind, str) or kind not in _HOMES:
         known = ", ".join(_HOMES)
         raise ResultFormatError(f"{path} holds no result: its kind is {kind!r}, none of {known}")
-    importlib.import_module(f"resid_patching.{_HOMES[kind]}")
-    found = [Result]
-    for one in found:  # grows while it is walked
-        found += one.__subclasses__()
-    return next(one for one in found if one.kind == kind).from_json(text)
+    module, name = _HOMES[kind]
+    return getattr(importlib.import_module(f"resid_patching.{module}"), name).from_json(text)
 
 
 @functools.cache
 def place_of(label: str) -> tuple[int | None, int | None]:
-    """The layer and the head of an address; None where it has none, or is of several parts."""
+    """The layer and the head of an address; None where it has none, or names several parts."""
     try:
         address = parse(label)
     except AddressError:
@@ -504,8 +557,7 @@ def _load_object(text: str) -> dict[str, Any]:
 
 def _encode(value: Any) -> Any:
     if isinstance(value, Tensor):
-        name = str(value.dtype).removeprefix("torch.")
-        return {"tensor": _without_nan(value.detach().cpu().tolist()), "dtype": name}
+        return {"tensor": _with_none(value), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, Axis):
         return {"axis": value.name, "labels": list(value.labels)}
     if isinstance(value, Provenance):
@@ -515,21 +567,24 @@ def _encode(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_nan(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        if not math.isnan(value):
-            raise ResultFormatError(f"{value} cannot be written as JSON")
-        return None
-    return value
+def _with_none(values: Tensor) -> Any:
+    """Nested lists of a tensor's numbers, with None for NaN."""
+    values = values.detach().cpu()
+    if not values.is_floating_point():
+        return values.tolist()
+    if bool((infinite := values.isinf()).any()):
+        raise ResultFormatError(f"{float(values[infinite][0])} cannot be written as JSON")
+    numbers = values.double().numpy()
+    return numpy.where(numpy.isnan(numbers), None, numbers).tolist()  # type: ignore[call-overload]
 
 
 def _decode(value: Any) -> Any:
     if isinstance(value, dict):
         if "tensor" in value:
-            dtype = getattr(torch, value["dtype"])
-            return torch.tensor(_with_nan(value["tensor"]), dtype=dtype, device="cpu")
+            dtype, numbers = getattr(torch, value["dtype"]), value["tensor"]
+            if dtype.is_floating_point:
+                numbers = numpy.array(numbers, dtype=numpy.float64)  # None becomes NaN
+            return torch.tensor(numbers, dtype=dtype, device="cpu")
         if "axis" in value:
             name = "receiver" if value["axis"] == "reader" else value["axis"]  # before 0.1.0
             return Axis(name, tuple(value["labels"]))
@@ -540,9 +595,3 @@ def _decode(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_decode(item) for item in value)
     return value
-
-
-def _with_nan(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_with_nan(item) for item in value]
-    return math.nan if value is None else value

@@ -101,7 +101,7 @@ class RowFile:
         found = self._identities.get(part)
         if found is None:
             return []
-        for name, theirs, ours in differences(found, as_json(identity)):
+        for name, theirs, ours in differing_entries(found, as_json(identity)):
             raise SweepMismatchError(
                 f"{self.path} holds rows of another sweep: its {name}: {theirs}; this sweep's: "
                 f"{ours}. Repeat the same sweep to continue, or give another file to start again."
@@ -118,7 +118,7 @@ class RowFile:
             self._write(b"")
             return
         head = {"format": FORMAT, "version": VERSION, "part": part, "identity": as_json(identity)}
-        self._write(_line(head))
+        self._write(_json_line(head))
         self._note(head)
 
     def add(self, part: int, rows: Iterable[Row]) -> None:
@@ -129,7 +129,7 @@ class RowFile:
             SweepMismatchError: something else has written to the file meanwhile.
         """
         mark = next(mark for mark, number in self._marks.items() if number == part)
-        self._write(b"".join(_line({"sweep": mark, **_encoded(row)}) for row in rows))
+        self._write(b"".join(_json_line({"sweep": mark, **_encoded(row)}) for row in rows))
 
     def _write(self, lines: bytes) -> None:
         handle = os.open(self._target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -183,7 +183,9 @@ class RowFile:
         self._marks[checksum(head)[:16]] = part
 
 
-def differences(left: dict[str, Any], right: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+def differing_entries(
+    left: dict[str, Any], right: dict[str, Any]
+) -> Iterator[tuple[str, str, str]]:
     """Entries that differ, by name, with both sides in words."""
     for name in [*left, *(name for name in right if name not in left)]:
         ours, theirs = left.get(name), right.get(name)
@@ -197,10 +199,10 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> Iterator[tuple[s
                 )
             else:
                 ours, theirs = f"{n} of them", f"{len(theirs)} of them"
-        yield name, _short(ours), _short(theirs)
+        yield name, _shortened(ours), _shortened(theirs)
 
 
-def _short(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = "none" if value is None else str(value)
     return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} ... {text[-_SHOWN:]}"
 
@@ -211,7 +213,7 @@ def _begins_alike(content: bytes) -> bool:
     return content[:n] == _BEGIN[:n]
 
 
-def _line(body: dict[str, Any]) -> bytes:
+def _json_line(body: dict[str, Any]) -> bytes:
     return json.dumps({**body, "sha256": checksum(body)}, allow_nan=False).encode() + b"\n"
 
 
@@ -221,11 +223,11 @@ def _encoded(row: Row) -> dict[str, Any]:
         body["position" if isinstance(row.column, int) else "receiver"] = row.column
     body |= {"prompts": list(row.prompts), "routes": list(row.routes)}
     for name, values in zip(_VALUES, row.values.tolist(), strict=True):
-        body[name] = [_number(value) for value in values]
+        body[name] = [_json_number(value) for value in values]
     return body
 
 
-def _number(value: float) -> float | str | None:
+def _json_number(value: float) -> float | str | None:
     """JSON cannot write NaN or infinity."""
     if math.isfinite(value):
         return value

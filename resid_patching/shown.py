@@ -1,7 +1,8 @@
-"""What says itself how it is shown, on a terminal, a page or in a notebook."""
+"""The questions that every result answers about itself, and how a notebook shows the answers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from resid_patching.markup import cell_text, escape, printable, table
@@ -13,12 +14,13 @@ _ROWS_SHOWN = 10  # in notebooks and summaries
 
 
 class Shown:
-    """What says itself how it is shown. Renderers ask it, and have no layout of their own."""
+    """A result that says what is shown of it; terminal, page and notebook all ask it the same."""
 
     ordered: ClassVar[bool] = False  # whether its rows have an order that ranking would destroy
+    adds_up: ClassVar[bool] = False  # whether its rows sum to a number that means something
 
     def table(self) -> pandas.DataFrame:
-        """Its rows; means over prompts, with the standard error `se` where there are several."""
+        """Its rows as a data frame; means over prompts have their standard error beside them."""
         raise NotImplementedError
 
     @property
@@ -27,12 +29,27 @@ class Shown:
         return "row"
 
     @property
+    def grid_name(self) -> str:
+        """What the values of heads are, as the title of a grid; empty where there is no grid."""
+        return ""
+
+    @property
+    def why_absent(self) -> str:
+        """What a cell of a grid without a value means; empty where a title need not say it."""
+        return ""
+
+    @property
+    def why_no_value(self) -> str:
+        """Why some rows have no value, as words that follow "3 of 12 rows"."""
+        return "are not in every prompt: n/a"
+
+    @property
     def caption(self) -> str:
-        """What the numbers of the table are: their unit, and what they are means of."""
+        """What the numbers in the table are: their unit, and what they are means over."""
         return ""
 
     def headings(self) -> dict[str, str]:
-        """The columns of the table that are shown, each with the name above it."""
+        """Which columns of the table are shown, and the heading of each."""
         return {str(name): str(name) for name in self.table().columns}
 
     def facts(self) -> tuple[tuple[str, str], ...]:
@@ -48,7 +65,7 @@ class Shown:
         return ("show",)
 
     def _first_rows(self, k: int) -> tuple[pandas.DataFrame, str]:
-        """The first k rows under their headings, and which of them these are."""
+        """The first k rows under their headings, and a text that says which rows these are."""
         names, which = self.headings(), ""
         frame: Any = self.table()
         if not self.ordered:
@@ -56,7 +73,7 @@ class Shown:
             if (n := len(frame)) > k:
                 which = f"the {k} largest of {n} {self.row_name}s, by size"
             frame = frame[:k]
-        return frame[list(names)].set_axis(list(names.values()), axis=1), which
+        return under_headings(frame, names), which
 
     def summary(self, k: int = _ROWS_SHOWN) -> str:
         """Its facts, its first rows and its caveats as text.
@@ -88,7 +105,13 @@ class Shown:
 
 
 def ranked(frame: pandas.DataFrame) -> pandas.DataFrame:
-    """Rows that have a value, the largest by size first."""
+    """The rows that have a value, sorted by absolute value, the largest first."""
     known = frame.dropna(subset=["value"])
     order = known["value"].abs().sort_values(ascending=False, kind="stable").index
     return known.loc[order].reset_index(drop=True)
+
+
+def under_headings(frame: pandas.DataFrame, headings: Mapping[str, str]) -> pandas.DataFrame:
+    """The columns of a table that are shown, under the names above them."""
+    columns: Any = frame[list(headings)]
+    return columns.set_axis(list(headings.values()), axis=1)

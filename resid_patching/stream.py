@@ -11,14 +11,15 @@ them. Two interventions ask what the addition does; each is named in the report,
     WriteScale(a)   every write is multiplied by a before it is added
     Overwrite()     every write replaces the state instead of being added to it
 
-Survival falls to nothing under `Overwrite` because nothing of the start is carried on: what is
-left of the cosine is what the last sublayer happens to write in the start's direction.
+Survival falls to about 0 under `Overwrite`, because nothing carries the start on: the cosine that
+is left is what the last sublayer happens to write in the start's direction.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -26,12 +27,20 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from resid_patching.address import MLP, Address, Attn, Stream, hook_name
+from resid_patching.address import MLP, Attn, Stream, hook_name
 from resid_patching.decomposition import require_sum
 from resid_patching.errors import AblationError
 from resid_patching.models import ModelView, exact, float64_home, require, require_finite_at
 from resid_patching.prompts import PositionIndex, Positions
-from resid_patching.result import Axis, Result, provenance
+from resid_patching.result import (
+    Axis,
+    Result,
+    insert_before_value,
+    place_of,
+    position_axis,
+    provenance,
+    standard_error_over_positions,
+)
 from resid_patching.run import RowReader, Run
 
 if TYPE_CHECKING:
@@ -132,32 +141,18 @@ class StreamReport(Result):
 
     ordered: ClassVar[bool] = True
 
-    def _cells(self) -> pandas.DataFrame:
-        return self.to_frame()  # each token of each prompt is a cell of its own
-
     def to_frame(self) -> pandas.DataFrame:
         """Long form: write, layer, prompt, position, token, write_norm, stream_norm, cosine, value.
 
         The value is the share; one row a cell that exists.
         """
         frame = super().to_frame()
-        columns = {
-            "write_norm": self.write_norm,
-            "stream_norm": self.stream_norm,
-            "cosine": self.cosine,
-        }
-        for name, tensor in columns.items():
-            flat = tensor.detach().to("cpu", torch.float64).flatten().numpy()
-            frame.insert(len(frame.columns) - 1, name, flat)
-        texts = self.token_texts
-        n_prompts, width = self.start_norm.shape
-        cells = [
-            texts[n][p] if p < len(texts[n]) else None
-            for n in range(n_prompts)
-            for p in range(width)
-        ]
+        columns = {"write_norm": self.write_norm, "stream_norm": self.stream_norm}
+        insert_before_value(frame, {**columns, "cosine": self.cosine})
+        width = self.start_norm.shape[1]
+        padded = [[*texts, *[None] * (width - len(texts))] for texts in self.token_texts]
         place = list(frame.columns).index("position") + 1
-        frame.insert(place, "token", cells * len(self.writes))
+        frame.insert(place, "token", sum(padded, []) * len(self.writes))
         return frame
 
     def table(self) -> pandas.DataFrame:
@@ -165,15 +160,25 @@ class StreamReport(Result):
 
         Returns:
             A data frame: write, layer, n (positions that are averaged), mean_write_norm,
-            mean_stream_norm, mean_share, mean_cosine.
+            mean_stream_norm, mean_share, mean_cosine. With several prompts, each mean is followed
+            by its standard error over prompts: se_write_norm and so on.
         """
-        frame = self.to_frame().drop(columns=["head", "token"], errors="ignore")
-        means: Any = frame.groupby(["write", "layer"], sort=False).mean()
-        means = means.drop(columns=["prompt", "position"]).rename(columns={"value": "share"})
-        columns = ["write_norm", "stream_norm", "share", "cosine"]
-        means = means[columns].add_prefix("mean_")
-        means.insert(0, "n", int((~self.start_norm.isnan()).sum()))
-        return means.reset_index()
+        import pandas
+
+        frame = pandas.DataFrame({"write": self.writes})
+        frame["layer"] = pandas.array([place_of(write)[0] for write in self.writes], dtype="Int64")
+        frame["n"] = int((~self.start_norm.isnan()).sum())
+        columns = {
+            "write_norm": self.write_norm,
+            "stream_norm": self.stream_norm,
+            "share": self.share,
+            "cosine": self.cosine,
+        }
+        for name, values in columns.items():
+            frame[f"mean_{name}"] = values.detach().cpu().double().nanmean((1, 2)).numpy()
+            if self.has_error:
+                frame[f"se_{name}"] = standard_error_over_positions(values).numpy()
+        return frame
 
     def survivals(self) -> pandas.DataFrame:
         """Cosine of the last state with the start: prompt, position, token, survival."""
@@ -189,24 +194,29 @@ class StreamReport(Result):
 
     @property
     def averaged(self) -> str:
-        """What the rows of the table are means of."""
+        """What the rows of the table are means over."""
         n = int((~self.start_norm.isnan()).sum())
         return f"mean over {n} positions" if n > 1 else "one position"
 
     @property
     def caption(self) -> str:
-        """What the rows are means of."""
-        return f"running total, {self.how or 'clean'}; {self.averaged}"
+        """The intervention, and what the rows are means over."""
+        error = "; se: standard error over prompts" if self.has_error else ""
+        return f"running total, {self.how or 'clean'}; {self.averaged}{error}"
 
     def headings(self) -> dict[str, str]:
-        """Write, norms, share and cosine."""
-        return {
+        """Write, norms, share and cosine, then their standard errors."""
+        columns = {
             "write": "write",
             "mean_write_norm": "norm",
             "mean_stream_norm": "stream after",
             "mean_share": "share",
             "mean_cosine": "cosine with start",
         }
+        if self.has_error:
+            columns |= {"se_write_norm": "se norm", "se_stream_norm": "se stream"}
+            columns |= {"se_share": "se share", "se_cosine": "se cosine"}
+        return columns
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """The intervention, the start's norm, mean survival, and how exact the sum is."""
@@ -270,7 +280,30 @@ def stream_report(
             run.sweep(totals.readers())
         else:
             _run_changed(run, totals)
-    return _report(run, how, positions, where, totals)
+    totals.finish()
+    plan = "running total" if how is None else f"running total, {how}"
+    share = totals.write_norm / totals.stream_norm
+    share[totals.stream_norm == 0] = torch.nan
+    tokens = zip(run.prompts.token_texts, where.index.tolist(), strict=True)
+    return StreamReport(
+        values=share,
+        axes=(
+            Axis("write", tuple(map(str, totals.place))),
+            Axis("batch", tuple(range(len(run)))),
+            position_axis(positions, where.index.shape[1]),
+        ),
+        unit="share of the stream's norm",
+        provenance=provenance(run, plan),
+        how=None if how is None else str(how),
+        write_norm=totals.write_norm,
+        stream_norm=totals.stream_norm,
+        cosine=totals.cosine,
+        start_norm=totals.start_norm,
+        survival=totals.cosine[-1].clone(),
+        gap=totals.gap,
+        scale=totals.scale,
+        token_texts=tuple(tuple(texts[i] for i in index if i >= 0) for texts, index in tokens),
+    )
 
 
 def writes_of(view: ModelView) -> list[Attn | MLP]:
@@ -282,12 +315,9 @@ def writes_of(view: ModelView) -> list[Attn | MLP]:
 def _run_changed(run: Run, totals: _Totals) -> None:
     for rows in run.chunks():
         width = max(run.prompts.lengths[rows])
-        bound = {name: _bind(reader, rows) for name, reader in totals.readers().items()}
+        readers = totals.readers().items()
+        bound = {name: functools.partial(reader, rows=rows) for name, reader in readers}
         run.view.forward(run.prompts.tokens[rows, :width], run.hooked(bound, rows))
-
-
-def _bind(reader: RowReader, rows: slice) -> Callable[[Tensor], Tensor | None]:
-    return lambda activation: reader(activation, rows)
 
 
 class _Totals:
@@ -315,20 +345,18 @@ class _Totals:
         self.start = torch.empty(0)
         self.total = torch.empty(0)
 
-    def readers(self) -> Mapping[str, Any]:
+    def readers(self) -> dict[str, Any]:
         """The readers by hook, in the order in which the hooks fire."""
-        return dict(self._readers())
-
-    def _readers(self) -> Iterator[tuple[str, Any]]:
-        last = self.view.n_layers - 1
+        found: dict[str, Any] = {}
         for layer in range(self.view.n_layers):
-            yield hook_name(Stream(layer, "pre")), self._reader_of_pre(layer)
-            yield hook_name(Attn(layer)), self._reader_of_write(Attn(layer))
+            found[hook_name(Stream(layer, "pre"))] = self._reader_of_pre(layer)
+            found[hook_name(Attn(layer))] = self._reader_of_write(Attn(layer))
             if not self.joined:
-                yield hook_name(Stream(layer, "mid")), self._reader_of_state(Attn(layer))
+                found[hook_name(Stream(layer, "mid"))] = self._reader_of_state(Attn(layer))
             if not self.view.attn_only:
-                yield hook_name(MLP(layer)), self._reader_of_write(MLP(layer))
-            yield hook_name(Stream(layer, "post")), self._reader_of_post(layer, layer == last)
+                found[hook_name(MLP(layer))] = self._reader_of_write(MLP(layer))
+            found[hook_name(Stream(layer, "post"))] = self._reader_of_post(layer)
+        return found
 
     def _reader_of_pre(self, layer: int) -> RowReader:
         def read(activation: Tensor, rows: slice) -> None:
@@ -337,7 +365,7 @@ class _Totals:
                 self.start = self._take(activation, rows)
                 self.total = self.start.to(self.home, torch.float64)
                 self.start_norm[rows] = self.start.norm(dim=-1)
-                self.scale[rows] = _largest(self.start)
+                self.scale[rows] = _largest_entry(self.start)
 
         return read
 
@@ -348,7 +376,7 @@ class _Totals:
             shown = activation if replaces else changed
             written = self._take(shown, rows)
             self.write_norm[self.place[write], rows] = written.norm(dim=-1)
-            self.scale[rows] = torch.maximum(self.scale[rows], _largest(written))
+            self.scale[rows] = torch.maximum(self.scale[rows], _largest_entry(written))
             emptied = replaces and self._empties(write)
             self.total = written.to(self.home, torch.float64) + (0 if emptied else self.total)
             return None if self.how is None else changed
@@ -379,17 +407,17 @@ class _Totals:
 
         return read
 
-    def _reader_of_post(self, layer: int, is_last: bool) -> RowReader:
-        writes: list[Address] = [Attn(layer)] if self.joined else []
+    def _reader_of_post(self, layer: int) -> RowReader:
+        writes: list[Attn | MLP] = [Attn(layer)] if self.joined else []
         writes += [] if self.view.attn_only else [MLP(layer)]
-        read_state = self._reader_of_state(*writes)  # type: ignore[arg-type]
+        read_state = self._reader_of_state(*writes)
 
         def read(activation: Tensor, rows: slice) -> None:
             read_state(activation, rows)
-            if is_last:
+            if layer == self.view.n_layers - 1:
                 last = self._take(activation, rows)
-                self.gap[rows] = _largest(self.total - last.to(self.total)).to(self.gap)
-                self.scale[rows] = torch.maximum(self.scale[rows], _largest(last))
+                self.gap[rows] = _largest_entry(self.total - last.to(self.total)).to(self.gap)
+                self.scale[rows] = torch.maximum(self.scale[rows], _largest_entry(last))
 
         return read
 
@@ -413,7 +441,7 @@ class _Totals:
             tensor[absent] = torch.nan
 
 
-def _largest(vectors: Tensor) -> Tensor:
+def _largest_entry(vectors: Tensor) -> Tensor:
     return vectors.abs().amax(-1)
 
 
@@ -422,53 +450,6 @@ def _cosine(left: Tensor, right: Tensor) -> Tensor:
     unit_left = left / left.norm(dim=-1, keepdim=True)
     unit_right = right / right.norm(dim=-1, keepdim=True)
     return (unit_left * unit_right).sum(-1).clamp(-1, 1)
-
-
-def _report(
-    run: Run,
-    how: Intervention | None,
-    positions: Positions,
-    where: PositionIndex,
-    totals: _Totals,
-) -> StreamReport:
-    totals.finish()
-    share = totals.write_norm / totals.stream_norm
-    share[totals.stream_norm == 0] = torch.nan
-    plan = "running total" if how is None else f"running total, {how}"
-    return StreamReport(
-        values=share,
-        axes=_axes(run, positions, where, totals),
-        unit="share of the stream's norm",
-        provenance=provenance(run, plan),
-        how=None if how is None else str(how),
-        write_norm=totals.write_norm,
-        stream_norm=totals.stream_norm,
-        cosine=totals.cosine,
-        start_norm=totals.start_norm,
-        survival=totals.cosine[-1].clone(),
-        gap=totals.gap,
-        scale=totals.scale,
-        token_texts=_token_texts(run, where),
-    )
-
-
-def _axes(
-    run: Run, positions: Positions, where: PositionIndex, totals: _Totals
-) -> tuple[Axis, ...]:
-    if positions is None:
-        labels: tuple[str | int, ...] = tuple(range(where.index.shape[1]))
-    else:
-        labels = (positions,) if isinstance(positions, int) else ("own",)
-    return (
-        Axis("write", tuple(map(str, totals.place))),
-        Axis("batch", tuple(range(len(run)))),
-        Axis("pos", labels),
-    )
-
-
-def _token_texts(run: Run, where: PositionIndex) -> tuple[tuple[str, ...], ...]:
-    rows = zip(run.prompts.token_texts, where.index.tolist(), strict=True)
-    return tuple(tuple(texts[i] for i in index if i >= 0) for texts, index in rows)
 
 
 __all__ = [

@@ -78,11 +78,11 @@ def rows_of(file: IO[bytes], text_key: str) -> Iterator[str]:
             content = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError:
             raise PromptError(f"{where}: this is not UTF-8 text; save it as UTF-8") from None
-        if content.strip() and (text := _text(content, text_key, where)).strip():
+        if content.strip() and (text := _text_of_row(content, text_key, where)).strip():
             yield text
 
 
-def _text(line: str, text_key: str, where: str) -> str:
+def _text_of_row(line: str, text_key: str, where: str) -> str:
     try:
         row = read_json(line)
     except ValueError as error:

@@ -142,13 +142,13 @@ def as_json(found: Study, arguments: argparse.Namespace, stand_in: str | None) -
         "answer_above_foil": _share(found.base > 0),
         "answer_is_top_prediction": _share(found.is_top),
     }
-    body["attribution"] = json.loads(found.attribution.to_json())
-    body["paths_to_logits"] = json.loads(found.to_logits.to_json())
+    body["attribution"] = found.attribution.to_dict()
+    body["paths_to_logits"] = found.to_logits.to_dict()
     body["strongest"] = {"push_the_answer_up": found.up, "push_it_down": found.down}
-    body["paths_to_queries"] = json.loads(found.to_queries.to_json())
+    body["paths_to_queries"] = found.to_queries.to_dict()
     body["nothing_writes_before"] = found.unreached
     body["knock_out"] = _knock_out(found)
-    body["alone"] = json.loads(found.alone.to_json())
+    body["alone"] = found.alone.to_dict()
     return json.dumps(body, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
 
 
@@ -175,9 +175,9 @@ def _knock_out(found: Study) -> dict[str, Any]:
 
     shares = [share for effect in found.controls if (share := left(effect)) is not None]
     return {
-        "found": json.loads(found.knocked.to_json()),
+        "found": found.knocked.to_dict(),
         "left": left(found.knocked),
-        "random": [json.loads(effect.to_json()) for effect in found.controls],
+        "random": [effect.to_dict() for effect in found.controls],
         "random_left": [left(effect) for effect in found.controls],
         "random_mean": sum(shares) / len(shares) if shares else None,
         "random_lowest": min(shares, default=None),

@@ -15,11 +15,11 @@ from resid_patching.cli.output import model_text
 from resid_patching.markup import number_text, quoted
 from resid_patching.result import standard_error
 from resid_patching.show.report import (
-    Report,
+    Document,
     Section,
     Table,
-    by_layer_and_head,
     drawn,
+    grids_of,
     table_of,
     token_items,
 )
@@ -83,7 +83,7 @@ _WORDS = {
 }
 
 
-def report(found: Study, *, top: int, stand_in: str | None) -> Report:
+def report(found: Study, *, top: int, stand_in: str | None) -> Document:
     """The report.
 
     Args:
@@ -94,7 +94,7 @@ def report(found: Study, *, top: int, stand_in: str | None) -> Report:
     origin, pairs = found.to_logits.provenance, found.pairs
     columns = {"base": pairs.base, "source": pairs.source}
     columns |= {"answer": pairs.answers or (), "against": pairs.foils or ()}
-    return Report(
+    return Document(
         title=f"Indirect objects in {origin.model}",
         origin=origin,
         model=model_text(found.run.view, origin),
@@ -149,14 +149,15 @@ def _baseline_facts(found: Study) -> list[tuple[str, Any]]:
 
 def _attribution(found: Study, top: int) -> Section:
     dla = found.attribution
-    table = table_of(dla, top=top)
+    rows = dla.table()
+    table = table_of(dla, rows, top=top)
     is_head = [isinstance(rp.parse(name), Head) for name in table.frame["component"]]
     heads = table.frame.loc[is_head].rename(columns={"component": "head"})
     return _section(
         "attribution",
         facts=(("sum", _sums(dla)),),
         tables=(dataclasses.replace(table, frame=heads, sums=(), what="heads"),),
-        grids=by_layer_and_head(dla, "written at END"),
+        grids=grids_of(dla, rows, name="written at END"),
         draws=(drawn("heatmap", dla, title="Direct logit attribution at END"),),
     )
 
@@ -177,15 +178,15 @@ def _sums(dla: rp.Attribution) -> str:
 
 
 def _to_logits(found: Study, top: int) -> Section:
-    effect = found.to_logits
+    effect, rows = found.to_logits, found.to_logits.table()
     return _section(
         "to logits",
         facts=(
             ("up", _named(effect, found.up)),
             ("down", _named(effect, found.down) or "no head"),
         ),
-        tables=(table_of(effect, top=top),),
-        grids=by_layer_and_head(effect),
+        tables=(table_of(effect, rows, top=top),),
+        grids=grids_of(effect, rows),
         draws=(drawn("heatmap", effect, title="Paths from each head at END to the logits"),),
     )
 
@@ -202,13 +203,15 @@ def _to_queries(found: Study, top: int) -> Section:
         "to queries",
         facts=tuple(facts),
         tables=tuple(
-            dataclasses.replace(table_of(effect, top=top), title=f"to {head}.q, {effect.caption}")
+            dataclasses.replace(
+                table_of(effect, effect.table(), top=top), title=f"to {head}.q, {effect.caption}"
+            )
             for head, effect in columns.items()
         ),
         grids=tuple(
             grid
             for head, effect in columns.items()
-            for grid in by_layer_and_head(effect, f"total effect on {head}.q")
+            for grid in grids_of(effect, effect.table(), name=f"total effect on {head}.q")
         ),
         draws=tuple(drawn("heatmap", e, title=f"{title} {head}") for head, e in columns.items()),
     )
@@ -252,7 +255,7 @@ def _knock_out(found: Study) -> Section:
 
 def _alone(found: Study) -> Section:
     effect = found.alone
-    table = table_of(effect)
+    table = table_of(effect, effect.table())
     written = found.attribution.table().set_index("component")["value"]
     sent = found.to_logits.table().set_index("target")["value"]
     table.frame.insert(1, "written", [written[head] for head in table.frame["target"]])

@@ -752,7 +752,7 @@ def test_the_grid_is_of_heads_and_undefined_where_a_head_was_no_target(effect):
         assert torch.equal(grid.sel(layer=0, head=1), values[0])
         assert torch.equal(grid.sel(layer=2, head=3), values[1])
         assert int(grid.values.isnan().all(-1).sum()) == grid.values[..., 0].numel() - 2
-    with pytest.raises(ValueError, match="a grid is of heads"):
+    with pytest.raises(ValueError, match="a grid shows heads"):
         rp.ablate(runs(PLAIN)[0], "mlp.1", rp.Zero(), metric=DIFF).grid()
 
 

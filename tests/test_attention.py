@@ -72,7 +72,7 @@ def test_patterns_are_read_back_as_written():
     [
         ("1.9", "1.9.pattern does not exist: layer 1 has heads 0 to 3"),
         ("7.0", "has layers 0 to 2"),
-        ("mlp.1", "mlp.1 is no head"),
+        ("mlp.1", "mlp.1 is not a head"),
         (["1.0", "1.0.pattern"], "given twice"),
         ([], "no head was given"),
     ],
@@ -94,9 +94,9 @@ def test_a_model_without_the_hook_is_refused_by_name(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: p * 1.5, "rows of more than 1"),
-        (lambda p: -p, "negative numbers"),
-        (lambda p: p * torch.nan, "no numbers"),
+        (lambda p: p * 1.5, "sum to more than 1"),
+        (lambda p: -p, "negative weights"),
+        (lambda p: p * torch.nan, "NaN"),
         (lambda p: p.flip(-1), "later tokens"),
     ],
 )

@@ -30,7 +30,7 @@ from resid_patching.files import write_bytes
 from resid_patching.lens import resume
 from resid_patching.markup import printable
 from resid_patching.show import text as shown_text
-from resid_patching.show.report import Grid, number_cells
+from resid_patching.show.report import TextGrid, number_cells
 from resid_patching.show.text import print_grid
 
 pytestmark = [pytest.mark.once, pytest.mark.full]
@@ -544,7 +544,7 @@ def test_heat_is_left_out_where_a_terminal_has_few_colours(monkeypatch):
         out = Console(
             file=io.StringIO(), color_system=color_system, force_terminal=True, highlight=False
         )
-        print_grid(out, Grid("t", ["0"], [("0",), ("1",)], number_cells([[1.0, -1.0]])))
+        print_grid(out, TextGrid("t", ["0"], [("0",), ("1",)], number_cells([[1.0, -1.0]])))
         return out.file.getvalue()
 
     monkeypatch.setattr(shown_text, "fancy", lambda: True)

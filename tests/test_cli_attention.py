@@ -51,7 +51,7 @@ def test_the_table_and_the_files_hold_the_patterns(model, capsys, tmp_path):
     ("argv", "message"),
     [
         (["--heads", "9.0"], "9.0.pattern does not exist"),
-        (["--heads", "mlp.1"], "mlp.1 is no head"),
+        (["--heads", "mlp.1"], "mlp.1 is not a head"),
         (["--heads", "0.1", "--query", "99"], "query 99 does not exist"),
     ],
 )

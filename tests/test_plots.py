@@ -409,7 +409,8 @@ def test_weights_count_in_a_standard_error():
     values, weights = torch.tensor([[1.0, 4.0, 2.0]]), torch.tensor([2, 0, 2])
     equal = standard_error(values)
     assert equal.tolist() == pytest.approx((values.double().std(-1) / 3**0.5).tolist())
-    assert standard_error(values, weights).tolist() == pytest.approx([(1.5 * 0.125) ** 0.5])
+    without = standard_error(values[:, [0, 2]])  # a prompt without weight is no observation
+    assert standard_error(values, weights).tolist() == pytest.approx(without.tolist())
 
 
 def test_attention_is_drawn_with_tokens_and_without_the_future():
@@ -439,6 +440,21 @@ def test_lenses_by_layer_show_their_means(lenses):
     assert line["y"] == pytest.approx(means, abs=1e-7) and line["customdata"][-1] == "resid_post.2"
     ticks = plots.lens_by_layer(lenses).layout.xaxis.ticktext
     assert ticks[-1] == "resid_post.2"
+
+
+def test_means_along_depth_carry_standard_errors_over_prompts(lenses, attributed, base):
+    kl = lenses.kl
+    (line,) = plots.lens_by_layer(lenses).data
+    assert line.error_y.array == pytest.approx(kl.table()["se"].tolist())
+    parts, sums = plots.accumulated(attributed).data
+    embed = attributed.sel(component="embed", pos=-1).double()
+    first = float(embed.std() / len(embed) ** 0.5)
+    assert parts.error_y.array[0] == sums.error_y.array[0] == pytest.approx(first)
+    whole = attributed.total[..., 0].double()
+    assert sums.error_y.array[-1] == pytest.approx(float(whole.std() / len(whole) ** 0.5))
+    report = rp.stream_report(base)
+    share = plots.stream(report).data[2]
+    assert share.error_y.array == pytest.approx(report.table()["se_share"].tolist())
 
 
 def test_lines_and_grids_leave_a_gap_where_there_is_no_number(lenses):

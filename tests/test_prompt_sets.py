@@ -33,7 +33,7 @@ def demo():
 @pytest.fixture(scope="module")
 def like_llama():
     """A tokenizer that puts a space before every text and a BOS of its own, and knows our words."""
-    nouns = [*words._NAMES, *words._PLACES, *words._OBJECTS]
+    nouns = [*words._FIRST_NAMES, *words._PLACE_NAMES, *words._OBJECTS]
     texts = [text.format_map(_Anything()) for text in words._TEMPLATES]
     texts += [f"to {word} and {word} and the {word}" for word in nouns]
     tokenizer = zoo.metaspace_tokenizer().train_new_from_iterator([texts] * 20, 2000)
@@ -160,8 +160,8 @@ def test_the_same_seed_gives_the_same_pairs_and_nothing_else_is_seeded(demo):
 
 
 def test_no_prompt_comes_twice_until_all_have_come(demo, monkeypatch):
-    monkeypatch.setattr(words, "_NAMES", ["Mary", "John"])
-    monkeypatch.setattr(words, "_PLACES", ["store"])
+    monkeypatch.setattr(words, "_FIRST_NAMES", ["Mary", "John"])
+    monkeypatch.setattr(words, "_PLACE_NAMES", ["store"])
     monkeypatch.setattr(words, "_OBJECTS", ["drink", "book"])
     monkeypatch.setattr(words, "_TEMPLATES", words._TEMPLATES[:2])
     possible = 2 * 1 * 2 * 2 * 2  # pairs of names, places, objects, templates, orders
@@ -170,7 +170,7 @@ def test_no_prompt_comes_twice_until_all_have_come(demo, monkeypatch):
 
 
 def test_too_few_names_is_an_error_that_counts_them(demo, monkeypatch):
-    monkeypatch.setattr(words, "_NAMES", ["Mary", "John", "Wilhelmina", "Tom", "Dan"])
+    monkeypatch.setattr(words, "_FIRST_NAMES", ["Mary", "John", "Wilhelmina", "Tom", "Dan"])
     said = r"need 5 names .* 4 of our 5 are: Mary, John, Tom, Dan\. .*rp\.read_pairs"
     with pytest.raises(PromptError, match=said):
         indirect(demo)

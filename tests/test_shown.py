@@ -191,6 +191,29 @@ def test_the_error_of_a_mean_over_tokens_weighs_prompts_by_their_tokens(run):
     assert effect.table()["se"].tolist() == pytest.approx((apart.sqrt() / weights.sum()).tolist())
 
 
+def test_positions_of_one_prompt_are_one_observation(run, model):
+    kl, stream = KINDS["kl"](run), KINDS["stream"](run)
+    columns = [(kl, kl.values, "value", "se")]
+    columns += [(stream, stream.share, "mean_share", "se_share")]
+    columns += [(stream, stream.write_norm, "mean_write_norm", "se_write_norm")]
+    for result, values, mean, error in columns:
+        frame, values = result.table(), values.double()
+        n = (~values.isnan()).sum(-1).double()
+        means, shares = values.nanmean(-1), n / n.sum(-1, keepdim=True)
+        whole = (shares * means).sum(-1, keepdim=True)
+        apart = (2 * (shares * (means - whole)).square().sum(-1)).sqrt()  # n / (n - 1)
+        assert frame[mean].tolist() == pytest.approx(whole[:, 0].tolist())
+        assert frame[error].tolist() == pytest.approx(apart.tolist())
+        assert "standard error" in result.summary()
+    alone = rp.capture(model, PROMPTS[0])
+    for kind in ("kl", "stream"):
+        table = KINDS[kind](alone).table()
+        assert not [name for name in table if name.startswith("se")]
+        assert "standard error" not in KINDS[kind](alone).summary()
+    twice = rp.capture(model, [PROMPTS[0]] * 2)  # nothing differs, however many positions
+    assert KINDS["kl"](twice).table()["se"].tolist() == pytest.approx([0] * len(kl.table()))
+
+
 def test_a_position_stands_beside_its_token(model):
     effect = KINDS["each"](rp.capture(model, PROMPTS[0]))
     texts = rp.capture(model, PROMPTS[0]).prompts.token_texts[0]

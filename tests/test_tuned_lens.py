@@ -16,7 +16,7 @@ from resid_patching.errors import (
     UnsupportedModelError,
 )
 from resid_patching.lens.fingerprint import fingerprint, sha256
-from resid_patching.lens.tuned import require_site
+from resid_patching.lens.tuned import require_lens_site
 from resid_patching.models.view import note_revision
 
 backends = pytest.mark.parametrize("backend", zoo.BACKENDS)
@@ -90,7 +90,7 @@ def test_sites_that_a_model_has_not_are_refused(backend):
     with pytest.raises(UnsupportedModelError, match="no resid_mid"):
         rp.TunedLens.identity(zoo.build(backend, zoo.Cell(parallel=True)), site="resid_mid")
     with pytest.raises(ValueError, match="site is one of resid_pre, resid_mid"):
-        require_site(rp.ModelView(zoo.build(backend)), "middle")
+        require_lens_site(rp.ModelView(zoo.build(backend)), "middle")
 
 
 # The lens itself

@@ -15,7 +15,15 @@ from torch import Tensor
 from resid_patching.address import Address, Head
 from resid_patching.errors import SmallDenominatorWarning, warn
 from resid_patching.markup import number_text
-from resid_patching.result import Axis, Result, place_of, standard_error
+from resid_patching.result import (
+    Axis,
+    Result,
+    flat,
+    insert_before_value,
+    insert_tokens,
+    place_of,
+    standard_error,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -25,8 +33,8 @@ if TYPE_CHECKING:
 class Effect(Result):
     """What replacing targets did to a metric: values [target, batch] are the total effects.
 
-    Of a path to several receivers side by side they are [target, receiver, batch], NaN where no
-    write of a target reaches a receiver; at each position in turn [target, position, batch], NaN
+    With several receivers side by side they are [target, receiver, batch], NaN where no write of a
+    target reaches a receiver. At each position in turn they are [target, position, batch], NaN
     where a prompt has no such position.
 
     Attributes:
@@ -36,12 +44,12 @@ class Effect(Result):
         positions: where, in words.
         baseline: the clean run's metric [batch].
         patched: the metric with the target replaced, the model run again; shaped as values.
-        direct: the direct effect; shaped as values. Of a path: the same change at its receivers,
-            every later write frozen.
+        direct: the direct effect; shaped as values. For a path: the same change at its receivers,
+            with every later write frozen.
         weights: tokens scored in each prompt [batch], where the metric is a mean over tokens.
         routes: how the variants were run; all give the same numbers.
         token_texts: the tokens of each prompt as text, to name positions; None where not known.
-        path_to: of a path its receivers, a text for each alternative; None where the targets
+        path_to: the receivers of a path, a text for each alternative; None where the targets
             themselves were replaced.
     """
 
@@ -89,11 +97,8 @@ class Effect(Result):
 
     @property
     def receivers(self) -> tuple[str, ...]:
-        """The columns of a path to several receivers side by side; else none."""
-        columns = self.columns
-        if columns is None or columns.name != "receiver":
-            return ()
-        return tuple(map(str, columns.labels))
+        """The receivers of a path to several side by side; empty for anything else."""
+        return tuple(map(str, self.axis("receiver").labels)) if self._has("receiver") else ()
 
     def receiver(self, label: str | Address) -> Effect:
         """One column of a path to several receivers side by side.
@@ -101,8 +106,7 @@ class Effect(Result):
         Raises:
             KeyError: there is no such receiver.
         """
-        effect = self._column("receiver", label)
-        return dataclasses.replace(effect, path_to=(str(label),))
+        return self._column("receiver", label, path_to=(str(label),))
 
     def reader(self, label: str | Address) -> Effect:
         """The old name of `receiver`; it goes in the next version."""
@@ -121,20 +125,14 @@ class Effect(Result):
         Raises:
             KeyError: there is no such position.
         """
-        return dataclasses.replace(
-            self._column("position", place), positions=f"position {int(place)}"
-        )
+        return self._column("position", place, positions=f"position {int(place)}")
 
-    def _column(self, name: str, label: str | int | Address) -> Effect:
+    def _column(self, name: str, label: str | int | Address, **changes: Any) -> Effect:
         place = self.axis(name).index(label)
-        axes = tuple(axis for axis in self.axes if axis.name != name)
-        return dataclasses.replace(
-            self,
-            values=self.values[:, place],
-            patched=self.patched[:, place],
-            direct=self.direct[:, place],
-            axes=axes,
-        )
+        for field in ("values", "patched", "direct"):
+            changes[field] = getattr(self, field)[:, place]
+        changes["axes"] = tuple(axis for axis in self.axes if axis.name != name)
+        return dataclasses.replace(self, **changes)
 
     def recovery(self, source: Tensor) -> Tensor:
         """Mean total over mean (source - baseline): the share of the way from base to source.
@@ -182,36 +180,28 @@ class Effect(Result):
     def to_frame(self) -> pandas.DataFrame:
         """Long form: target, layer, head, prompt, baseline, patched, direct, indirect, value.
 
-        Of receivers side by side and positions in turn each has a row; beside a position stands
-        its token, where it is known.
+        Each receiver or position has a row of its own. Beside a position stands its token, where
+        it is known.
         """
         frame = super().to_frame()
-
-        def flat(tensor: Tensor) -> Any:
-            return tensor.detach().to("cpu", torch.float64).flatten().numpy()
-
         columns = {
             "baseline": self.baseline.expand_as(self.values),
             "patched": self.patched,
             "direct": self.direct,
             "indirect": self.indirect,
         }
-        for name, tensor in columns.items():
-            frame.insert(len(frame.columns) - 1, name, flat(tensor))
+        insert_before_value(frame, columns)
         if "position" in frame and self.token_texts is not None:
-            cells = zip(frame["prompt"], frame["position"], strict=True)
-            texts = self.token_texts
-            tokens = [texts[n][p] if p < len(texts[n]) else None for n, p in cells]
-            frame.insert(list(frame.columns).index("position") + 1, "token", tokens)
+            insert_tokens(frame, self.token_texts)
         return frame
 
     def table(self) -> pandas.DataFrame:
         """One row a target: target, baseline, patched, direct, indirect, (se,) value.
 
-        The value is the total effect; all are means over prompts (over tokens, where the metric is
-        one of tokens), and `se` is the standard error of the total. Of receivers side by side or
-        positions in turn each has a row, NaN without a path and where not every prompt has the
-        position. `to_frame` has each prompt's own numbers.
+        The value is the total effect. All are means over prompts, or over tokens where the metric
+        is one of tokens, and `se` is the standard error of the total. Each receiver or position has
+        a row of its own: NaN where there is no path, or where not every prompt has the position.
+        `to_frame` has each prompt's own numbers.
         """
         one = dataclasses.replace(
             self,
@@ -223,9 +213,8 @@ class Effect(Result):
             token_texts=self.token_texts if len(set(self.token_texts or ())) == 1 else None,
         )
         frame = one.to_frame().drop(columns="prompt")
-        if self.baseline.shape[0] > 1:
-            se = standard_error(self.total, self.weights).flatten().numpy()
-            frame.insert(len(frame.columns) - 1, "se", se)
+        if self.has_error:
+            insert_before_value(frame, {"se": standard_error(self.total, self.weights)})
         if self.has_perplexity:
             frame[["perplexity", "ratio"]] = self.perplexity[["after", "ratio"]]
         return frame
@@ -237,7 +226,7 @@ class Effect(Result):
         if self._has("position") and len(set(self.token_texts or ())) == 1:
             columns["token"] = "token"
         columns["value"] = "total"
-        if self.baseline.shape[0] > 1:
+        if self.has_error:
             columns["se"] = "se"
         if not self.is_path_to_logits and bool(self.direct.isfinite().any()):
             columns |= {"direct": "direct", "indirect": "indirect"}
@@ -247,7 +236,7 @@ class Effect(Result):
 
     @property
     def row_name(self) -> str:
-        """Target, edge or sender; path, of receivers side by side; cell, of positions in turn."""
+        """Target, edge or sender; of several receivers a path, of positions in turn a cell."""
         if self.columns is not None:
             return "path" if self._has("receiver") else "cell"
         return self._target_name
@@ -257,6 +246,25 @@ class Effect(Result):
         if any("->" in target for target in self.targets[:1]):
             return "edge"
         return "sender" if self.is_path else "target"
+
+    @property
+    def grid_name(self) -> str:
+        """What the values of a grid are."""
+        return "total effect"
+
+    @property
+    def why_absent(self) -> str:
+        """A target that writes after a receiver reads has no path to it."""
+        return "no path: it writes too late" if self.is_path else ""
+
+    @property
+    def why_no_value(self) -> str:
+        """There is no path, or not every prompt has the position."""
+        if not self.is_path:
+            return super().why_no_value
+        if self._has("receiver"):
+            return f"do not exist ({self.why_absent})"
+        return "have no path to the receiver: n/a"
 
     def _has(self, name: str) -> bool:
         return self.columns is not None and self.columns.name == name
@@ -277,27 +285,20 @@ class Effect(Result):
 
     def caveats(self) -> tuple[str, ...]:
         """How total and direct differ, and that a small effect does not make a part unneeded."""
+        rest = "direct (not the total): later writes frozen; indirect: the rest."
         if self._target_name == "edge":
-            said = "total: the receivers hear the edges replaced, all behind them run again; "
-            if bool(self.direct.isfinite().any()):
-                said += "direct (not the total): later writes frozen; indirect: the rest."
-            return said.rstrip("; "), "Effects of single edges don't add up to those of all."
+            rest = f"; {rest}" if bool(self.direct.isfinite().any()) else ""
+            said = f"total: the receivers hear the edges replaced, all behind them run again{rest}"
+            return said, "Effects of single edges don't add up to those of all."
         if not self.is_path:
-            said = "total: the model run again; direct (not the total): later writes frozen; "
-        elif self.is_path_to_logits:
+            needed = "This shows what replacing a part does in this run, "
+            needed += "not that it is unnecessary."
+            return f"total: the model run again; {rest}", needed
+        said = f"total: the receiver changed, all behind it run again; {rest}"
+        if self.is_path_to_logits:
             said = "total: the logits with the path replaced; nothing follows, so direct = total."
-        else:
-            said = "total: the receiver changed, all behind it run again; "
-            said += "direct (not the total): later writes frozen; "
-        if said.endswith("; "):
-            said += "indirect: the rest."
-        if self.is_path:
-            only = "Only the senders' messages to the receivers are replaced."
-            return said, f"{only} A sender without a path has no number, which is not 0."
-        return (
-            said,
-            "This shows what replacing a part does in this run, not that it is unnecessary.",
-        )
+        only = "Only the senders' messages to the receivers are replaced."
+        return said, f"{only} A sender without a path has no number, which is not 0."
 
     def pictures(self) -> tuple[str, ...]:
         """The grid or the bars; beside a grid of heads its bars, beside receivers the diagram."""
@@ -309,7 +310,7 @@ class Effect(Result):
 
     @property
     def averaged(self) -> str:
-        """What `mean` is taken over, in words; nothing where there is one prompt."""
+        """What `mean` is taken over, in words; empty where there is one prompt."""
         n = self.baseline.shape[0]
         if self.weights is not None:
             return f"mean over {int(self.weights.sum())} tokens of {n} prompt{'s' * (n != 1)}"
@@ -320,7 +321,7 @@ class Effect(Result):
 
         Args:
             k: how many rows, the largest by size.
-            asked: the arguments of before; `summary(seed=0)` is now `intervals(seed=0)`.
+            asked: arguments of the old name; `summary(seed=0)` is now `intervals(seed=0)`.
         """
         if asked:
             message = "Effect.summary(seed=...) is now Effect.intervals(seed=...)"
@@ -357,19 +358,14 @@ class Effect(Result):
             tail = (1 - confidence) / 2
             low, high = means.quantile(tail, 1), means.quantile(1 - tail, 1)
 
-        def mean(values: Tensor) -> Any:
-            return values.detach().cpu().double().mean(-1).flatten().numpy()
-
-        between = self.columns
-        labels = ("",) if between is None else between.labels
-        rows = list(itertools.product(self.targets, labels))
-        columns: dict[str, Any] = {"target": [target for target, _ in rows]}
-        if between is not None:
-            columns[between.name] = [label for _, label in rows]
-        columns |= {"n": n, "total": mean(self.total), "se": standard_error(total).numpy()}
-        columns |= {"low": low.numpy(), "high": high.numpy()}
-        columns |= {"direct": mean(self.direct), "indirect": mean(self.indirect)}
-        return pandas.DataFrame(columns)
+        names = [axis.name for axis in self.axes[:-1]]
+        rows = itertools.product(*(axis.labels for axis in self.axes[:-1]))
+        frame = pandas.DataFrame(rows, columns=names).assign(n=n)
+        frame["total"], frame["se"] = flat(total.mean(-1)), flat(standard_error(total))
+        frame["low"], frame["high"] = flat(low), flat(high)
+        for name, values in (("direct", self.direct), ("indirect", self.indirect)):
+            frame[name] = flat(values.detach().cpu().double().mean(-1))
+        return frame
 
     def _require_one_column(self, wanted: str) -> None:
         if self.columns is not None:
@@ -390,7 +386,7 @@ class Effect(Result):
             if layer is not None and head is not None
         }
         if not heads:
-            raise ValueError(f"a grid is of heads; the targets are {', '.join(self.targets[:4])}")
+            raise ValueError(f"a grid shows heads; the targets are {', '.join(self.targets[:4])}")
         source = {"total": self.total, "direct": self.direct, "indirect": self.indirect}[of]
         n_layers = 1 + max(head.layer for head in heads.values())
         n_heads = 1 + max(head.head for head in heads.values())
@@ -420,7 +416,7 @@ class Effect(Result):
 
         self._require_one_column("perplexity")
         if self.weights is None:
-            raise ValueError(f"perplexity is of metric=rp.loss(); this metric is {self.metric}")
+            raise ValueError(f"perplexity needs metric=rp.loss(); this metric is {self.metric}")
         weights, baseline, patched = (
             tensor.detach().to("cpu", torch.float64)
             for tensor in (self.weights, self.baseline, self.patched)

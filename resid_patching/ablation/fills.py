@@ -174,7 +174,7 @@ class Fills:
     def _resampled(self, site: Address) -> Fill:
         assert isinstance(self.kind, Resample) and self.partner is not None
         source, partner = self.kind.source, self.partner
-        values = _finite(_values(source, site), site, source.view)
+        values = _require_finite_fill(_values(source, site), site, source.view)
         is_pattern = isinstance(site, HeadNode) and site.which == "pattern"
 
         def fill(rows: slice, index: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def _shape(view: ModelView, site: Address) -> tuple[int, ...]:
             return (view.d_model,)
 
 
-def _finite(values: Tensor, site: Address, view: ModelView) -> Tensor:
+def _require_finite_fill(values: Tensor, site: Address, view: ModelView) -> Tensor:
     """The values that a site is given, where they are numbers."""
     if not bool(values.isfinite().all()):
         raise NotFiniteError(
@@ -404,7 +404,10 @@ def _means(kind: Mean, sites: list[Address]) -> dict[Address, Tensor]:
     for name, total in sums.items():
         shape = (-1, *[1] * (total.ndim - 1)) if by_position else ()
         means[name] = (total / divide.reshape(shape).to(total.device)).to(view.dtype)
-    return {site: _finite(_mean_of(view, site, means, by_position), site, view) for site in sites}
+    return {
+        site: _require_finite_fill(_mean_of(view, site, means, by_position), site, view)
+        for site in sites
+    }
 
 
 def _mean_of(view: ModelView, site: Address, means: dict[str, Tensor], by_position: bool) -> Tensor:

@@ -12,11 +12,11 @@ from resid_patching.paths import MLPs, Receivers, receiver_set
 from resid_patching.prompts import Spans
 from resid_patching.run import Run
 
-_KINDS = (
+_KINDS_TEXT = (
     'the kinds are Zero(), Mean(reference, over=("batch",)), Resample(source) and '
     'Path(to="logits", using=Zero(), mlps="recompute")'
 )
-_MLPS = (
+_MLPS_TEXT = (
     'it is "recompute" (the MLPs between sender and receiver answer the change, as in Wang et al. '
     '2022) or "freeze" (only the one residual edge carries it)'
 )
@@ -28,7 +28,7 @@ Ends: TypeAlias = str | Address | Sequence[str | Address] | Receivers
 
 def refusal(message: str) -> AblationError:
     """An error that shows the kinds."""
-    return AblationError(f"{message}; {_KINDS}")
+    return AblationError(f"{message}; {_KINDS_TEXT}")
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,10 @@ class Path:
         if not isinstance(self.using, Zero | Mean | Resample):
             raise refusal(
                 "Path: `using` says what the message is replaced with, Zero(), Mean(...) or "
-                f"Resample(...), and has no default; got {_named(self.using)}"
+                f"Resample(...), and has no default; got {_class_or_repr(self.using)}"
             )
         if self.mlps not in ("recompute", "freeze"):
-            raise AblationError(f"Path: mlps was {self.mlps!r}, but {_MLPS}")
+            raise AblationError(f"Path: mlps was {self.mlps!r}, but {_MLPS_TEXT}")
 
     @property
     def is_sweep(self) -> bool:
@@ -191,7 +191,7 @@ def _require_run(kind: str, name: str, value: Any) -> None:
         )
 
 
-def _named(value: Any) -> str:
+def _class_or_repr(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else repr(value)
 
 

@@ -36,7 +36,7 @@ from resid_patching.processes import Team
 from resid_patching.prompts import PositionIndex
 from resid_patching.rerun import Piece, Reading, Route, Share
 from resid_patching.result import Provenance
-from resid_patching.rows import Row, RowFile, differences
+from resid_patching.rows import Row, RowFile, differing_entries
 from resid_patching.run import Run
 
 Cell = tuple[int, int, int]
@@ -48,7 +48,7 @@ Name = tuple[str, "str | int | None"]
 _STEP = 1.0
 # How far a clean run may be from the one that the rows were made with: other threads and other
 # machines round otherwise.
-_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
+_SAME_BASELINE = {torch.float64: 1e-7, torch.float32: 1e-3}
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Shared(Share):
     def _unequal(self, identity: dict[str, Any]) -> Exception | None:
         everyone = self.team.gather(as_json(identity))
         for rank, theirs in enumerate(everyone):
-            for name, first, other in differences(everyone[0], theirs):
+            for name, first, other in differing_entries(everyone[0], theirs):
                 return UnequalProcessesError(
                     f"the processes were given different sweeps: {name} is {first} in process 0, "
                     f"but {other} in process {rank}. Give all processes the same arguments."
@@ -159,7 +159,7 @@ class Shared(Share):
         if row is None:
             return
         found, kept = baseline.detach().to("cpu", torch.float64), row.values[0]
-        tolerance = _TOLERANCE.get(self.view.dtype, 0.5)
+        tolerance = _SAME_BASELINE.get(self.view.dtype, 0.5)
         if not torch.allclose(found, kept, rtol=tolerance, atol=tolerance, equal_nan=True):
             worst = int((found - kept).abs().nan_to_num(torch.inf).argmax())
             raise SweepMismatchError(

@@ -161,12 +161,12 @@ def run(arguments: argparse.Namespace) -> None:
 
     from resid_patching.models import ModelView
     from resid_patching.show.html import texts_frame
-    from resid_patching.show.report import Report, section
+    from resid_patching.show.report import Document, section
 
     view = ModelView(model)
     sites = _targets(view, arguments)
     with Progress(shown=sharing.team.is_first) as progress:
-        work = _Work(arguments, sites, sharing, progress)
+        work = _Ablation(arguments, sites, sharing, progress)
         if inputs.prompts is None:
             effect, facts = _on_text(view, work, inputs)
         else:
@@ -174,7 +174,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not sharing.team.is_first:
         return
     origin = effect.provenance
-    report = Report(
+    report = Document(
         title=f"Ablation ({effect.how}), {origin.model}",
         origin=origin,
         model=model_text(view, origin),
@@ -253,7 +253,7 @@ def _targets(view: ModelView, arguments: argparse.Namespace) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Ablation:
     """What is ablated, by whom, and who is told how far it is."""
 
     arguments: argparse.Namespace
@@ -295,7 +295,7 @@ class _Work:
         return tuple((k, tuple(map(quoted, run.generate(n).texts))) for k, run in runs.items())
 
 
-def _on_prompts(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, Facts]:
+def _on_prompts(view: ModelView, work: _Ablation, inputs: _Inputs) -> tuple[Effect, Facts]:
     from resid_patching.run import capture
     from resid_patching.show.report import token_facts
 
@@ -314,7 +314,7 @@ def _on_prompts(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, 
     return effect, (*facts, *work.continued(captured, kind))
 
 
-def _on_text(view: ModelView, work: _Work, inputs: _Inputs) -> tuple[Effect, Facts]:
+def _on_text(view: ModelView, work: _Ablation, inputs: _Inputs) -> tuple[Effect, Facts]:
     """Ablates a text group by group of its windows, so that memory does not grow with it."""
     from resid_patching.run import capture
 

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
     from resid_patching.patterns import attention_patterns
     from resid_patching.run import capture
     from resid_patching.show.html import texts_frame
-    from resid_patching.show.report import Report, drawn, section, token_facts
+    from resid_patching.show.report import Document, drawn, section, token_facts
 
     captured = capture(model, prompts, prepend_bos=arguments.prepend_bos)
     patterns = attention_patterns(captured, arguments.heads)
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
         tables=(dataclasses.replace(part.tables[0], frame=frame, bar="weight"),),
         draws=tuple(drawn("attention", patterns, batch=n) for n in shown),
     )
-    report = Report(
+    report = Document(
         title=f"Attention patterns, {patterns.provenance.model}",
         origin=patterns.provenance,
         model=model_text(captured.view, patterns.provenance),

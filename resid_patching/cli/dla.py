@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
     from resid_patching.attribution import direct_logit_attribution
     from resid_patching.run import capture
     from resid_patching.show.html import texts_frame
-    from resid_patching.show.report import Report, section
+    from resid_patching.show.report import Document, section
 
     captured = capture(model, prompts, prepend_bos=arguments.prepend_bos)
     predictions = _predictions(captured, arguments.position)
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     against = found.foil_texts or ("the vocabulary mean",) * len(prompts)
     columns = {"prompt": prompts, "answer": found.answer_texts, "against": against}
-    report = Report(
+    report = Document(
         title=f"Direct logit attribution by {found.by}, {found.provenance.model}",
         origin=found.provenance,
         model=model_text(captured.view, found.provenance),

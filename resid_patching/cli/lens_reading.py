@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from resid_patching.lens.readout import LensReadout
     from resid_patching.lens.tuned import TunedLens
     from resid_patching.run import Run
-    from resid_patching.show.lens import Reading
+    from resid_patching.show.lens import LensOutput
     from resid_patching.show.report import Section, Table
 
 _PROMPTS_SHOWN = 4
@@ -156,15 +156,15 @@ def deliver_readings(
     import pandas
 
     from resid_patching.show.html import texts_frame
-    from resid_patching.show.lens import Reading
-    from resid_patching.show.report import Report, drawn
+    from resid_patching.show.lens import LensOutput
+    from resid_patching.show.report import Document, drawn
 
     prompts, answers, foils = asked
     if arguments.top > (d_vocab := captured.view.d_vocab):
         raise UsageError(f"--top {arguments.top} was asked for, but the model has {d_vocab} tokens")
     places = places_of(captured, arguments)
     readings = [
-        Reading.of(name, readout, arguments.top, answers, foils)
+        LensOutput.of(name, readout, arguments.top, answers, foils)
         for name, readout in readouts.items()
     ]
     frames = [reading.frame() for reading in readings]
@@ -177,7 +177,7 @@ def deliver_readings(
         tables = (mean_kl, *sections[-1].tables)
         sections[-1] = dataclasses.replace(sections[-1], tables=tables)
     names = " and ".join(readouts)
-    report = Report(
+    report = Document(
         title=f"{names[:1].upper()}{names[1:]}, {origin.model}",
         origin=origin,
         model=model_text(captured.view, origin),
@@ -195,7 +195,7 @@ def deliver_readings(
 
 def _sections(
     captured: Run,
-    readings: Sequence[Reading],
+    readings: Sequence[LensOutput],
     frames: Sequence[Any],
     places: list[int] | None,
     arguments: argparse.Namespace,

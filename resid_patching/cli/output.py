@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from resid_patching.lens.tuned import TunedLens
     from resid_patching.models import ModelView
     from resid_patching.result import Provenance
-    from resid_patching.show.report import Facts, Report
+    from resid_patching.show.report import Document, Facts
 
 _NOT_ASKED = ("json", "csv", "html", "png", "debug", "stand_in")
 
@@ -38,7 +38,7 @@ def require_files(arguments: Namespace) -> None:
 
 def deliver(
     arguments: Namespace,
-    report: Report,
+    report: Document,
     *,
     body: dict[str, Any],
     frame: Callable[[], pandas.DataFrame],
@@ -101,7 +101,7 @@ def deliver_kl(
     import pandas
 
     from resid_patching.show.lens import kl_table
-    from resid_patching.show.report import Report, Section, drawn
+    from resid_patching.show.report import Document, Section, drawn
 
     part = Section(
         facts=facts,
@@ -109,7 +109,7 @@ def deliver_kl(
         tables=(kl_table(title, columns, lens.labels),),
         draws=(drawn("kl_by_layer", columns, lens.labels, over=over),),
     )
-    report = Report(
+    report = Document(
         title=f"Logit and tuned lens by layer, {origin.model}",
         origin=origin,
         model=model_text(view, origin),
@@ -124,7 +124,7 @@ def deliver_kl(
 
 def body_of(result: Any, **known: Any) -> dict[str, Any]:
     """A result as JSON, with what the command knew beside it."""
-    return {**json.loads(result.to_json()), **known}
+    return {**result.to_dict(), **known}
 
 
 def csv_text(frame: pandas.DataFrame) -> str:

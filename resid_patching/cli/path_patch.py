@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     from resid_patching.models import ModelView
     from resid_patching.show.html import texts_frame
-    from resid_patching.show.report import Report, section
+    from resid_patching.show.report import Document, section
 
     view = ModelView(model)
     pairs = inputs.pairs or _drawn(view, arguments)
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
         top=arguments.top,
     )
     sources = None if found.sources is None else list(found.sources)[: len(pairs)]
-    report = Report(
+    report = Document(
         title=f"Path patching, {effect.provenance.model}",
         origin=effect.provenance,
         model=model_text(view, effect.provenance),

@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     from resid_patching.run import capture
     from resid_patching.show.html import texts_frame
-    from resid_patching.show.report import Report, section, token_facts
+    from resid_patching.show.report import Document, section, token_facts
     from resid_patching.stream import stream_report
 
     captured = capture(model, prompts, prepend_bos=arguments.prepend_bos)
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
     tables = (*parts[-1].tables, _survival(clean, main if how else None))
     parts[0] = dataclasses.replace(parts[0], facts=facts)
     parts[-1] = dataclasses.replace(parts[-1], tables=tables)
-    report = Report(
+    report = Document(
         title=f"The running total, {main.how or 'clean'}, {main.provenance.model}",
         origin=main.provenance,
         model=model_text(captured.view, main.provenance),

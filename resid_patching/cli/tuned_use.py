@@ -143,6 +143,7 @@ def show(arguments: argparse.Namespace) -> None:
     require_files(arguments)
     view, lens, stand_in = _load(arguments)
 
+    from resid_patching.result import standard_error_over_positions
     from resid_patching.run import capture
     from resid_patching.show.lens import kl_table
 
@@ -151,12 +152,18 @@ def show(arguments: argparse.Namespace) -> None:
     readouts = {"logit lens": beside(tuned, captured), "tuned lens": tuned}
     mean_kl = None
     if arguments.position is None:
-        kl = [readout.kl.values[:-1].cpu().double() for readout in readouts.values()]
-        means = [values.nanmean((1, 2)).tolist() for values in kl]
+        columns, errors = {}, {}
+        for name, readout in zip(("logit lens", "tuned"), readouts.values(), strict=True):
+            kl = readout.kl.values[:-1].cpu().double()  # without the last state, where it is 0
+            columns[name] = kl.nanmean((1, 2)).tolist()
+            if len(captured) > 1:
+                of_all = standard_error_over_positions(kl.mean(0)).tolist()
+                by_layer = standard_error_over_positions(kl).tolist()
+                errors[f"se {name.split()[0]}"] = [*by_layer, of_all]
         n = sum(captured.prompts.lengths)
         title = f"KL(final || lens) in nats, mean over all {n} positions"
-        columns: dict[str, Any] = dict(zip(("logit lens", "tuned"), means, strict=True))
-        mean_kl = kl_table(title, columns, lens.labels)
+        title += "; se: standard error over prompts" if errors else ""
+        mean_kl = kl_table(title, columns, lens.labels, errors)
     deliver_readings(
         *(captured, readouts, asked, arguments),
         lens=lens,
@@ -229,5 +236,5 @@ def _print_converted(
     if stand_in is not None:
         print_line(out, "note", stand_in.split(": "))
     print_line(out, "model", [f"{view.name}, {view.n_layers} layers"])
-    print_line(out, "lens", describe(lens, arguments.lens, view).split(" "), gap=" ")
+    print_line(out, "lens", describe(lens, arguments.lens, view))
     print_line(out, "done", ["; ".join(done)])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from resid_patching.errors import LensBasisError
 
-_TOLERANCE = 1e-6
+_CENTRED_TOLERANCE = 1e-6
 
 
 def centred_to_raw(weight: Float[Tensor, "layer d_model d_model"]) -> Tensor:
@@ -35,7 +35,7 @@ def require_blind_to_mean(weight: Float[Tensor, "layer d_model d_model"]) -> Non
     read = read - read.mean(-1, keepdim=True)
     scale = weight.norm(dim=(-2, -1)).clamp_min(1e-30)
     worst = read.norm(dim=-1) / (scale * weight.shape[-1] ** 0.5)
-    if float(worst.max()) > _TOLERANCE:
+    if float(worst.max()) > _CENTRED_TOLERANCE:
         layer = int(worst.argmax())
         raise LensBasisError(
             "the lens was fitted on raw weights and reads the mean of the stream (translator "

@@ -40,7 +40,7 @@ from resid_patching.version import __version__
 if TYPE_CHECKING:
     from resid_patching.lens.tuned import TunedLens
 
-FORMAT_VERSION = 2  # 1 knew nothing of the model's layers before its readout
+LENS_VERSION = 2  # 1 knew nothing of the model's layers before its readout
 PARAMS, CONFIG = "params.safetensors", "config.json"
 
 
@@ -84,7 +84,7 @@ def save(lens: TunedLens, folder: str | os.PathLike[str], format: str) -> None:
     tensors = _tensors(lens)
     config = {
         "format": "resid_patching.tuned_lens",
-        "version": FORMAT_VERSION,
+        "version": LENS_VERSION,
         "resid_patching": __version__,
         "site": lens.site,
         "dtype": str(lens.weight.dtype).removeprefix("torch."),
@@ -148,7 +148,7 @@ def _near(target: Path) -> str:
 def _read_ours(folder: Path) -> Stored:
     tensors, inside = _read_params(folder / PARAMS)
     digest = hash_tensors(tensors)
-    copies = (_beside(folder / CONFIG), inside)
+    copies = (_config_in(folder / CONFIG), inside)
     ours = [c for c in copies if c is not None and c.get("params_sha256") == digest]
     if not ours:
         raise LensFormatError(
@@ -158,7 +158,7 @@ def _read_ours(folder: Path) -> Stored:
         raise LensFormatError(
             f"{folder / CONFIG} is not what was written: it differs from the copy in {PARAMS}"
         )
-    return _stored(folder, tensors, ours[0])
+    return _checked_lens(folder, tensors, ours[0])
 
 
 def _read_params(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
@@ -172,7 +172,7 @@ def _read_params(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     return tensors, found if isinstance(found, dict) else None
 
 
-def _beside(path: Path) -> dict[str, Any] | None:
+def _config_in(path: Path) -> dict[str, Any] | None:
     try:
         found = read_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -182,13 +182,13 @@ def _beside(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _stored(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Stored:
+def _checked_lens(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Stored:
     if config.get("format") != "resid_patching.tuned_lens":
         raise LensFormatError(f"{folder} holds {config.get('format')!r}, which is no tuned lens")
-    if config.get("version") not in (1, FORMAT_VERSION):
+    if config.get("version") not in (1, LENS_VERSION):
         raise LensFormatError(
             f"{folder} is of format version {config.get('version')}; this version of the package "
-            f"reads 1 and {FORMAT_VERSION}"
+            f"reads 1 and {LENS_VERSION}"
         )
     try:
         fields = {f.name for f in dataclasses.fields(Fingerprint)}

@@ -115,7 +115,7 @@ class _WindowReader:
 
     def take(self, texts: Any, count: int | None, what: str) -> Tensor:
         """The first `count` windows [window, pos], or all where it is None."""
-        windows = _first(self._windows(self._documents(texts), self._lead(texts)), count)
+        windows = _first_windows(self._windows(self._documents(texts), self._lead(texts)), count)
         return self._tensor(windows, count, what)
 
     def split(self, texts: Any, n_training: int | None, n_held: int) -> Windows:
@@ -128,12 +128,12 @@ class _WindowReader:
                 yield document
 
         lead, rest = self._lead(texts), reading()
-        held = _first(self._windows(rest, lead), n_held)
+        held = _first_windows(self._windows(rest, lead), n_held)
         n_first = len(read)  # what is left of the last of them is of no use
-        training = _first(self._windows(rest, lead), n_training)
+        training = _first_windows(self._windows(rest, lead), n_training)
         wanted = None if n_training is None else n_training + n_held
         if n_training is None or len(training) < n_training:
-            everything = _first(self._windows(read, lead), wanted)
+            everything = _first_windows(self._windows(read, lead), wanted)
             if n_training is not None or 2 * len(training) < len(everything):
                 return self._with_block(everything, wanted, n_held)
         return Windows(
@@ -247,5 +247,5 @@ class _WindowReader:
         raise PromptError(f"{_UNKNOWN}; got {type(document).__name__} among them")
 
 
-def _first(windows: Iterator[list[int]], count: int | None) -> list[list[int]]:
+def _first_windows(windows: Iterator[list[int]], count: int | None) -> list[list[int]]:
     return list(islice(windows, None if count is None else min(count, sys.maxsize)))

@@ -284,8 +284,8 @@ def require_match(lens: Fingerprint, view: ModelView, *, names: bool = True) -> 
         if ours is not None and ours != theirs:
             raise LensMismatchError(
                 f"the lens is of a model ({lens.model}, {lens.dtype}) whose {what} is "
-                f"{_short(ours)}, but the {what} of {found.model} ({found.dtype}, "
-                f"{report(view).processing}) is {_short(theirs)}. If the weights were only "
+                f"{_short_hash(ours)}, but the {what} of {found.model} ({found.dtype}, "
+                f"{report(view).processing}) is {_short_hash(theirs)}. If the weights were only "
                 "processed otherwise, tuned.rebase(model) moves the lens and checks that."
             )
 
@@ -315,5 +315,5 @@ def require_same_name(lens: Fingerprint, found: Fingerprint) -> None:
         )
 
 
-def _short(value: str | None) -> str:
+def _short_hash(value: str | None) -> str:
     return "unknown" if value is None else value if len(value) < 12 else f"sha256 {value[:12]}"

@@ -41,14 +41,14 @@ from resid_patching.errors import (
 )
 from resid_patching.lens import resume as resuming
 from resid_patching.lens.data import Texts, Windows, read_windows
-from resid_patching.lens.harvest import Held, harvest, require_finite
+from resid_patching.lens.harvest import Held, harvest, require_finite_harvest
 from resid_patching.lens.loop import (
     RATES,
     Layer,
     Optimizer,
-    Part,
     Plan,
     Products,
+    Shard,
     equip,
     look,
     require_number,
@@ -257,7 +257,7 @@ class _Fit:
     def require_equal(self) -> None:
         """Raises where the processes of the team do not make the same fit."""
         for rank, theirs in enumerate(self.team.gather(self.identity)):
-            for name, left, right in resuming.differences(theirs, self.identity):
+            for name, left, right in resuming.differing_fields(theirs, self.identity):
                 raise UnequalProcessesError(
                     f"process {rank} has {name} = {left!r}, process {self.team.rank} has "
                     f"{right!r}; give all processes the same model and settings"
@@ -385,7 +385,7 @@ class _Fit:
         for batch in tqdm(mine, unit="batch", desc="ridge", disable=self._hidden):
             found = harvest(self.view, batch, self.rows, logits=False)
             try:
-                require_finite(self.view, found, self.rows, "ridge")
+                require_finite_harvest(self.view, found, self.rows, "ridge")
             except DivergedError as error:
                 diverged = error
                 break
@@ -445,7 +445,7 @@ class _Fit:
             harvest(self.view, picked[number : number + 1], self.rows, logits=True)
             for number in mine
         ]
-        part = Part(self.team, mine.start * positions, len(picked) * positions)
+        part = Shard(self.team, mine.start * positions, len(picked) * positions)
         return take_step(layers, self.plan, step, found, self.stepping, part)
 
     def _look(self, state: FitState) -> None:

@@ -77,7 +77,9 @@ def harvest(
     return Harvest(tuple(held[a] for a in addresses), held[last], taken)
 
 
-def require_finite(view: ModelView, found: Harvest, addresses: Sequence[Address], of: str) -> None:
+def require_finite_harvest(
+    view: ModelView, found: Harvest, addresses: Sequence[Address], of: str
+) -> None:
     """Raises where the model's own states or logits are NaN or infinite.
 
     Args:
@@ -129,11 +131,11 @@ class Held:
         for window in tokens.split(1):
             found = harvest(view, window, addresses, logits=True)
             assert found.logits is not None
-            require_finite(view, found, addresses, "validation text")
+            require_finite_harvest(view, found, addresses, "validation text")
             parts.append(found.states)
             teachers.append(Teacher.of(unembedding, found.logits))
         states = tuple(torch.cat(layer) for layer in zip(*parts, strict=True))
-        return cls(unembedding, states, _joined(teachers))
+        return cls(unembedding, states, _joined_teachers(teachers))
 
     def kl(self, layer: int, weight: Tensor, bias: Tensor, *, every: int = 1) -> float:
         """Mean KL(final || lens) of a translator, in nats.
@@ -153,7 +155,7 @@ class Held:
         return len(self.teacher)
 
 
-def _joined(teachers: list[Teacher]) -> Teacher:
+def _joined_teachers(teachers: list[Teacher]) -> Teacher:
     logits = [t.logits for t in teachers if t.logits is not None]
     return Teacher(
         torch.cat([t.p_log_p for t in teachers]),

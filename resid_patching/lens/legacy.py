@@ -104,11 +104,11 @@ def read(folder: Path, view: ModelView) -> Legacy:
     state = _read_state(folder / PARAMS)
     numbered, others = _sort_keys(state, folder / PARAMS)
     weight, bias = _stack(numbered, folder / PARAMS)
-    _require_whole(config, weight, folder)
+    _require_complete(config, weight, folder)
     found = fingerprint(view)
     mark = Fingerprint(
-        model=_name(config, found),
-        revision=_text(config, "base_model_revision") or _text(config, "revision"),
+        model=_model_name(config, found),
+        revision=_text_entry(config, "base_model_revision") or _text_entry(config, "revision"),
         d_model=weight.shape[-1],
         n_layers=len(weight),
         basis="raw",
@@ -117,7 +117,7 @@ def read(folder: Path, view: ModelView) -> Legacy:
         W_U=None,
         b_U=None,
         final_norm=None,
-        corners=_text(config, "unembed_hash") or _text(config, "unemebd_hash"),
+        corners=_text_entry(config, "unembed_hash") or _text_entry(config, "unemebd_hash"),
     )
     _require_corners(mark, found)
     record = {"from": "tuned-lens", "config": config}
@@ -229,7 +229,7 @@ def require_numbers(weight: Tensor, bias: Tensor) -> None:
             raise ValueError(f"the {what} hold numbers that are not finite")
 
 
-def _require_whole(config: dict[str, Any], weight: Tensor, folder: Path) -> None:
+def _require_complete(config: dict[str, Any], weight: Tensor, folder: Path) -> None:
     n_layers = config.get("num_hidden_layers", config.get("num_layers", len(weight)))
     d_model = config.get("d_model", weight.shape[-1])
     if (n_layers, d_model) != (len(weight), weight.shape[-1]):
@@ -239,12 +239,12 @@ def _require_whole(config: dict[str, Any], weight: Tensor, folder: Path) -> None
         )
 
 
-def _text(config: dict[str, Any], name: str) -> str | None:
+def _text_entry(config: dict[str, Any], name: str) -> str | None:
     value = config.get(name)
     return value if isinstance(value, str) else None
 
 
-def _name(config: dict[str, Any], found: Fingerprint) -> str:
+def _model_name(config: dict[str, Any], found: Fingerprint) -> str:
     """The file's name of the model; one with an organisation before it is the same name."""
     given = str(config.get("base_model_name_or_path") or config.get("base_model") or found.model)
     same = given.rstrip("/").rpartition("/")[2].lower() == found.model.rpartition("/")[2].lower()

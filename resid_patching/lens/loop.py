@@ -124,7 +124,7 @@ def equip(layer: Layer, plan: Plan, last_spread: float) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class Shard:
     """What one process of a team runs of a step.
 
     Attributes:
@@ -144,7 +144,7 @@ def take_step(
     step: int,
     found: Sequence[Harvest],
     unembedding: Unembedding,
-    part: Part | None = None,
+    part: Shard | None = None,
 ) -> list[float]:
     """One step of every layer that has not stopped.
 
@@ -170,7 +170,7 @@ def take_step(
     for window in found:
         assert window.logits is not None
         teachers.append(Teacher.of(unembedding, window.logits))
-    part = Part(Team(), 0, sum(map(len, teachers))) if part is None else part
+    part = Shard(Team(), 0, sum(map(len, teachers))) if part is None else part
     buffer = unembedding.buffer(min(unembedding.block_rows, plan.step_tokens))
     like = {"dtype": torch.float64, "device": float64_home(unembedding.device)}
     kls = []

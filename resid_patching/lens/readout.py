@@ -44,7 +44,7 @@ Translate = Callable[[int, Tensor], Tensor]
 """Called with the number of a row and its states [..., d_model]; gives what is unembedded."""
 
 _ALWAYS = ("entropy", "kl", "cross_entropy")
-_UNITS = {"entropy": "nats", "kl": "nats", "cross_entropy": "nats", "prob": "probability"}
+_UNIT_OF = {"entropy": "nats", "kl": "nats", "cross_entropy": "nats", "prob": "probability"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -411,7 +411,7 @@ class LensReadout(Shown):
             if name in ("prob", "rank"):
                 what += " of the model's top token" if tokens is None else " of given tokens"
             results[name] = self._result(
-                found[name], _UNITS.get(name, "tokens"), f"{what}, {self.plan}"
+                found[name], _UNIT_OF.get(name, "tokens"), f"{what}, {self.plan}"
             )
         if wanted.top:
             results["top_tokens"] = self._top(found)

@@ -1,4 +1,4 @@
-"""What a readout returns: values for each layer, prompt and position, and the top tokens."""
+"""What a lens returns: values for each layer, prompt and position, and the top tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from resid_patching.result import Result
+from resid_patching.result import (
+    Result,
+    insert_before_value,
+    insert_tokens,
+    standard_error_over_positions,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -49,41 +54,36 @@ class LensResult(Result):
 
     ordered: ClassVar[bool] = True
 
-    def _cells(self) -> pandas.DataFrame:
-        return self.to_frame()  # each token of each prompt is a cell of its own
-
     def table(self) -> pandas.DataFrame:
         """One row a layer, in order: layer, n (cells averaged), (se,) value.
 
-        Means are over all positions of all prompts; `se` is the standard error of the mean.
+        Means are over all positions of all prompts. `se` is their standard error over prompts (see
+        `standard_error_over_positions`); there is none where there is one prompt.
         """
         cells = self.to_frame().groupby("layer", sort=False)["value"]
         frame = cells.agg(n="count", value="mean").reset_index()
-        if int(frame["n"].max()) > 1:
-            frame.insert(2, "se", (cells.std() / cells.count() ** 0.5).to_numpy())
+        if self.has_error:
+            frame.insert(2, "se", standard_error_over_positions(self.values).numpy())
         return frame
 
     @property
     def averaged(self) -> str:
-        """What the rows of the table are means of."""
+        """What the rows of the table are means over."""
         return f"mean over {sum(map(len, self.token_texts))} positions"
 
     def headings(self) -> dict[str, str]:
         """Layer, number of cells, and their mean."""
-        error = {"se": "se"} if "se" in self.table() else {}
-        return {"layer": "layer", "n": "n", "value": self.unit, **error}
+        columns = {"layer": "layer", "n": "n", "value": self.unit}
+        return columns | ({"se": "se"} if self.has_error else {})
 
     def caveats(self) -> tuple[str, ...]:
         """What a lens is not."""
         return limits_of(self.provenance.plan)
 
     def to_frame(self) -> pandas.DataFrame:
-        """Long form, with the token at each position; one row a cell that exists."""
+        """Long form, with the token at each position; only cells that exist."""
         frame = super().to_frame()
-        texts = self.token_texts
-        cells = zip(frame["prompt"], frame["position"], strict=True)
-        tokens = [texts[b][p] if p < len(texts[b]) else None for b, p in cells]
-        frame.insert(list(frame.columns).index("position") + 1, "token", tokens)
+        insert_tokens(frame, self.token_texts)
         return frame.loc[frame["token"].notna()].reset_index(drop=True)
 
 
@@ -121,7 +121,7 @@ class TopTokens(LensResult):
 
     @property
     def caption(self) -> str:
-        """Which cells the table has."""
+        """What the rows of the table are."""
         return "the top token of each layer at each prompt's last position"
 
     def headings(self) -> dict[str, str]:
@@ -138,17 +138,15 @@ class TopTokens(LensResult):
         frame = Result.to_frame(self)
         ids = self.ids.flatten().tolist()
         names = dict(self.texts)
-        texts = self.token_texts
-        cells = list(zip(frame["prompt"], frame["position"], strict=True))
-        frame.insert(3, "token", [texts[b][p] if p < len(texts[b]) else None for b, p in cells])
+        insert_tokens(frame, self.token_texts)
         frame.insert(5, "top_token", [names.get(i) for i in ids])
         frame.insert(6, "top_id", ids)
-        frame.insert(7, "logit", self.logits.to("cpu", torch.float64).flatten().numpy())
+        insert_before_value(frame, {"logit": self.logits})
         return frame.loc[frame["top_id"] >= 0].reset_index(drop=True)
 
 
 def limits_of(plan: str) -> tuple[str, ...]:
-    """What the lens of a plan does not say."""
+    """What a lens does not say, by the text of its plan."""
     if "tuned lens" in plan:
         what = "A tuned lens says what can be read linearly from a state, not what causes what."
     else:

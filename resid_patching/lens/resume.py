@@ -24,7 +24,7 @@ from resid_patching.lens.fingerprint import hash_tensors
 from resid_patching.lens.loop import Layer
 
 STATE = "fit_state.safetensors"
-FORMAT_VERSION = 3  # 1 had no checksum; to 2, validation windows lay between the others
+STATE_VERSION = 3  # 1 had no checksum; to 2, validation windows lay between the others
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ def save(folder: Path, state: FitState, identity: dict[str, Any], writer: str | 
         numbers.append({**kept, "optimizers": states})
     about = {
         "format": "resid_patching.fit_state",
-        "version": FORMAT_VERSION,
+        "version": STATE_VERSION,
         "writer": writer,
         "identity": identity,
         "step": state.step,
@@ -95,7 +95,7 @@ def require_own(folder: Path, writer: str | None) -> None:
     path = folder / STATE
     if not path.is_file():
         return
-    with _named(path), safe_open(str(path), "pt", device="cpu") as file:
+    with _errors_name(path), safe_open(str(path), "pt", device="cpu") as file:
         found = _about(file.metadata())
     if found.get("writer") != writer:
         raise LensMismatchError(
@@ -164,7 +164,7 @@ def read(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     path = folder / STATE
     if not path.is_file():
         return None, {}
-    with _named(path):
+    with _errors_name(path):
         # Read once, which safe_open does not: the fit may put a newer state there meanwhile.
         content = path.read_bytes()
         tensors = safetensors.torch.load(content)
@@ -176,7 +176,7 @@ def read(folder: Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _errors_name(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
@@ -188,9 +188,9 @@ def _about(metadata: dict[str, str] | None) -> dict[str, Any]:
     about = read_json((metadata or {})["about"])
     if about["format"] != "resid_patching.fit_state":
         raise ValueError(f"it is of the format {about['format']!r}")
-    if about["version"] not in range(1, FORMAT_VERSION + 1):
+    if about["version"] not in range(1, STATE_VERSION + 1):
         raise ValueError(
-            f"it is of version {about['version']}, this package reads 1 to {FORMAT_VERSION}"
+            f"it is of version {about['version']}, this package reads 1 to {STATE_VERSION}"
         )
     return about
 
@@ -202,8 +202,8 @@ def require_same(folder: Path, about: dict[str, Any], identity: dict[str, Any]) 
         LensMismatchError: of one with other settings, data or of another model.
     """
     theirs, ours = about["identity"], as_json(identity)
-    for name, left, right in differences(theirs, ours):
-        if name == "data" and about["version"] < FORMAT_VERSION:
+    for name, left, right in differing_fields(theirs, ours):
+        if name == "data" and about["version"] < STATE_VERSION:
             raise LensMismatchError(
                 f"{folder / STATE} is of an earlier version of this package, whose validation "
                 "windows lay between the training windows, or of other text. Start again in "
@@ -215,12 +215,12 @@ def require_same(folder: Path, about: dict[str, Any], identity: dict[str, Any]) 
         )
 
 
-def differences(left: dict[str, Any], right: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def differing_fields(left: dict[str, Any], right: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Entries that differ, inside entries too, by name."""
     for name in sorted(left.keys() | right.keys()):
         ours, theirs = left.get(name), right.get(name)
         if isinstance(ours, dict) and isinstance(theirs, dict):
-            for inner, *values in differences(ours, theirs):
+            for inner, *values in differing_fields(ours, theirs):
                 yield f"{name} {inner}", *values
         elif ours != theirs:
             yield name, ours, theirs

@@ -115,7 +115,7 @@ class TunedLens(Shown, nn.Module):
             UnsupportedModelError: the model has no such states.
         """
         view = as_view(model)
-        require_site(view, site)
+        require_lens_site(view, site)
         lens = cls(
             fingerprint(view),
             site=site,
@@ -530,7 +530,7 @@ def site_rows(site: LensSite, n_layers: int) -> tuple[Address, ...]:
             return (*map(MLP, layers), last)
 
 
-def require_site(view: ModelView, site: Any) -> None:
+def require_lens_site(view: ModelView, site: Any) -> None:
     """Raises where a lens cannot read this site of this model.
 
     Raises:

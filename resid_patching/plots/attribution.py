@@ -22,6 +22,7 @@ from resid_patching.plots.base import (
     INK,
     NEGATIVE,
     POSITIVE,
+    error_bars,
     heading_of,
     lay_out,
     literal,
@@ -51,7 +52,8 @@ def attribution_bars(found: Attribution, *, top: int = 20) -> plotly.graph_objec
         MissingExtraError: plotly is not installed.
         ValueError: there are several positions.
     """
-    values = _at_one_position(found)
+    _require_one_position(found)
+    values = mean(found.values[..., 0])
     order = sorted(range(len(values)), key=lambda n: -abs(float(values[n])))
     shown = {found.components[n]: float(values[n]) for n in order[:top]}
     each = standard_error(found.values[..., 0])
@@ -83,13 +85,14 @@ def accumulated(found: Attribution) -> plotly.graph_objects.Figure:
         ValueError: there are several positions.
     """
     go = require_plotly()
-    values = _at_one_position(found)
-    parts: dict[str, float] = {}
-    for label, value in zip(found.components, values.tolist(), strict=True):
+    _require_one_position(found)
+    parts: dict[str, Tensor] = {}  # [batch]
+    for label, values in zip(found.components, found.values[..., 0].cpu().double(), strict=True):
         place = "constants" if label in found.constants else _layer_of(label)
-        parts[place] = parts.get(place, 0.0) + value
-    own = list(parts.values())
-    sums = torch.tensor(own, dtype=torch.float64).cumsum(0).tolist()
+        parts[place] = parts.get(place, 0.0) + values
+    written = torch.stack(list(parts.values()))
+    so_far = written.cumsum(0)
+    own, sums = mean(written).tolist(), mean(so_far).tolist()
     shown = [literal(name) for name in parts]
     places = list(range(len(shown)))
     unit = literal(found.unit)
@@ -97,6 +100,7 @@ def accumulated(found: Attribution) -> plotly.graph_objects.Figure:
     figure.add_bar(
         x=places,
         y=own,
+        error_y=error_bars(standard_error(written).tolist()),
         customdata=shown,
         name="written here",
         marker={"color": [POSITIVE if value >= 0 else NEGATIVE for value in own]},
@@ -105,6 +109,7 @@ def accumulated(found: Attribution) -> plotly.graph_objects.Figure:
     figure.add_scatter(
         x=places,
         y=sums,
+        error_y=error_bars(standard_error(so_far).tolist()),
         customdata=shown,
         name="sum so far",
         mode="lines+markers",
@@ -171,11 +176,9 @@ def by_position(
     return draw_grids({"": grid}, found.unit, heading)
 
 
-def _at_one_position(found: Attribution) -> Tensor:
-    """Means over prompts [component]."""
+def _require_one_position(found: Attribution) -> None:
     if len(found.axis("pos").labels) != 1:
         raise ValueError("this picture is of one position; choose one, such as positions=-1")
-    return mean(found.values[..., 0])
 
 
 def _layer_of(label: str) -> str:

@@ -194,6 +194,7 @@ def lines_by_depth(
     heading: Sequence[str],
     unit: str,
     *,
+    errors: Mapping[str, Sequence[float]] | None = None,
     from_zero: bool = True,
 ) -> plotly.graph_objects.Figure:
     """Numbers at each layer as lines, every layer and the last one named where there is room.
@@ -203,6 +204,7 @@ def lines_by_depth(
         labels: the layers, in order.
         heading: the title, line by line.
         unit: of the numbers.
+        errors: name -> the standard error of each number.
         from_zero: whether the axis begins at 0.
     """
     go = require_plotly()
@@ -212,6 +214,7 @@ def lines_by_depth(
         figure.add_scatter(
             x=list(range(len(shown))),
             y=listed([float(value) for value in values]),
+            error_y=error_bars(errors[name]) if errors else None,
             customdata=shown,
             name=literal(name),
             mode="lines+markers",

@@ -10,7 +10,7 @@ from resid_patching.lens.results import LensResult, TopTokens
 from resid_patching.plots.bars import lines_by_depth
 from resid_patching.plots.base import CHARACTER, heading_of, literal, quoted, under
 from resid_patching.plots.grids import Grid, draw_grids
-from resid_patching.result import Axis
+from resid_patching.result import Axis, standard_error_over_positions
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -162,11 +162,12 @@ def lens_by_layer(
     if not readouts or len({readout.labels for readout in readouts}) > 1:
         raise ValueError("a line for each lens needs lenses that read the same rows")
     results = [getattr(readout, quantity) for readout in readouts]
-    columns = {}
+    columns, errors = {}, {}
     for result in results:
         name = _lens_name(result)
         name = name if name not in columns else f"{name} {len(columns) + 1}"
         columns[name] = result.values.detach().cpu().double().nanmean((1, 2)).tolist()
+        errors[name] = standard_error_over_positions(result.values).tolist()
     first = results[0]
     n, prompts = int((~first.values[0].isnan()).sum()), first.provenance.n_prompts
     over = f"mean over {n} positions of {prompts} prompt{'s' * (prompts > 1)}"
@@ -177,7 +178,7 @@ def lens_by_layer(
         "norm recomputed at each layer",
         *under(first),
     )
-    return lines_by_depth(columns, readouts[0].labels, heading, "nats")
+    return lines_by_depth(columns, readouts[0].labels, heading, "nats", errors=errors)
 
 
 def kl_by_layer(

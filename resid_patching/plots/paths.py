@@ -41,7 +41,7 @@ _WIDEST_LINE = 9.0  # pixels
 
 
 @dataclass(frozen=True)
-class _Path:
+class _Edge:
     sender: str
     receiver: str
     total: float
@@ -118,11 +118,11 @@ def path_diagram(effect: Effect, *, top: int = 30) -> plotly.graph_objects.Figur
     return figure
 
 
-def _largest(effect: Effect, top: int) -> tuple[list[_Path], int]:
+def _largest(effect: Effect, top: int) -> tuple[list[_Edge], int]:
     """The paths of the largest effects, and how many there are that have one."""
     total, direct = effect.mean(effect.total), effect.mean(effect.direct)
     found = [
-        _Path(sender, receiver, float(total[row, column]), float(direct[row, column]))
+        _Edge(sender, receiver, float(total[row, column]), float(direct[row, column]))
         for row, sender in enumerate(effect.targets)
         for column, receiver in enumerate(effect.receivers)
         if not bool(total[row, column].isnan())
@@ -161,7 +161,7 @@ def _band(label: str, is_sender: bool) -> _Band:
 
 
 def _places(
-    paths: list[_Path], rows: dict[_Band, int]
+    paths: list[_Edge], rows: dict[_Band, int]
 ) -> dict[tuple[str, bool], tuple[float, float]]:
     """X and y of every node: heads by their number, everything else in the middle."""
     nodes = {(p.sender, True) for p in paths} | {(p.receiver, False) for p in paths}
@@ -193,7 +193,7 @@ def _head_column(label: str) -> float | None:
     return float(address.head) if isinstance(address, Head) else None
 
 
-def _line(path: _Path, places: Any, largest: float) -> dict[str, Any]:
+def _line(path: _Edge, places: Any, largest: float) -> dict[str, Any]:
     (x0, y0), (x1, y1) = places[path.sender, True], places[path.receiver, False]
     share = abs(path.total) / largest
     return {
@@ -210,7 +210,7 @@ def _line(path: _Path, places: Any, largest: float) -> dict[str, Any]:
     }
 
 
-def _middles(paths: list[_Path], places: Any, unit: str) -> dict[str, Any]:
+def _middles(paths: list[_Edge], places: Any, unit: str) -> dict[str, Any]:
     """Points in the middle of the lines, which show their numbers."""
     ends = [(places[path.sender, True], places[path.receiver, False]) for path in paths]
     return {

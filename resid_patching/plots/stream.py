@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from resid_patching.plots.bars import depth_axis, depth_width, least_depth
-from resid_patching.plots.base import SERIES, lay_out, listed, literal, require_plotly, under
+from resid_patching.plots.base import (
+    SERIES,
+    error_bars,
+    lay_out,
+    listed,
+    literal,
+    require_plotly,
+    under,
+)
 from resid_patching.stream import StreamReport
 
 if TYPE_CHECKING:
@@ -44,9 +52,11 @@ def stream(report: StreamReport) -> plotly.graph_objects.Figure:
         (3, "mean_cosine", "cosine", SERIES[0], "circle"),
     )
     for row, column, name, colour, symbol in drawn:
+        errors = frame.get(column.replace("mean", "se"))
         line = go.Scatter(
             x=list(range(len(writes))),
             y=listed(frame[column].tolist()),
+            error_y=None if errors is None else error_bars(errors.tolist()),
             customdata=writes,
             name=name,
             mode="lines+markers",

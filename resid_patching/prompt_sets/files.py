@@ -11,7 +11,7 @@ from resid_patching.errors import PromptError
 from resid_patching.files import read_json
 from resid_patching.prompt_sets.pairs import PromptPairs
 
-_COLUMNS = ("base", "source", "answer", "foil")
+_PAIR_COLUMNS = ("base", "source", "answer", "foil")
 
 
 def read_pairs(path: str | os.PathLike[str]) -> PromptPairs:
@@ -67,7 +67,7 @@ def _json_row(file: Path, number: int, line: str) -> dict[str, Any]:
             f'{{"base": "...", "source": "..."}}; found {line[:40]!r}'
         )
     _require_columns(file, number, list(row))
-    return {name: row[name] for name in _COLUMNS if name in row}
+    return {name: row[name] for name in _PAIR_COLUMNS if name in row}
 
 
 def _tabbed_rows(file: Path, lines: list[tuple[int, str]]) -> list[tuple[int, dict[str, Any]]]:
@@ -89,7 +89,7 @@ def _tabbed_rows(file: Path, lines: list[tuple[int, str]]) -> list[tuple[int, di
 
 
 def _require_columns(file: Path, number: int, columns: list[str]) -> None:
-    unknown = [name for name in columns if name not in _COLUMNS]
+    unknown = [name for name in columns if name not in _PAIR_COLUMNS]
     known = set(columns)
     wrong = unknown or not {"base", "source"} <= known or len(known) < len(columns)
     if wrong or ("foil" in known and "answer" not in known):

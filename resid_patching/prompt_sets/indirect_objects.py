@@ -26,14 +26,14 @@ from resid_patching.prompt_sets.pairs import PromptPairs, differences
 from resid_patching.prompts import prepare
 from resid_patching.tokens import single_token, token_ids
 
-_NAMES = (
+_FIRST_NAMES = (
     "Alice Amanda Amy Andrew Angela Anna Anthony Ben Bill Bob Brian Carl Carol Charles Chris "
     "Daniel David Diana Edward Emily Emma Eric Frank Fred George Grace Greg Hannah Harry Helen "
     "Henry Jack James Jane Jason Jennifer Jessica John Joseph Julia Karen Kate Kevin Laura Linda "
     "Lisa Lucy Luke Maria Martin Mary Matthew Max Michael Nancy Nick Oscar Paul Peter Rachel "
     "Richard Robert Ruth Ryan Sam Sarah Simon Stephen Steven Susan Thomas Tim Tom Victoria William"
 ).split()
-_PLACES = (
+_PLACE_NAMES = (
     "store park school garden library market beach station kitchen office house restaurant "
     "hospital museum farm river lake theater church castle bridge hotel forest village airport "
     "stadium"
@@ -101,8 +101,8 @@ def indirect_object_prompts(
             'corrupt is "names" (three other names in the source) or "swap" (the subject of the '
             f"second clause is the other name), and has no default; got {corrupt!r}"
         )
-    _require_whole("n, the number of pairs,", n, 1)
-    _require_whole("seed", seed, None)
+    _require_int("n, the number of pairs,", n, 1)
+    _require_int("seed", seed, None)
     view = as_view(model)
     words = _known_words(view, 5 if corrupt == "names" else 2)
     rows = _draw(random.Random(seed), words, n)
@@ -113,13 +113,13 @@ def indirect_object_prompts(
         source=source,
         answers=tuple(f" {row.recipient}" for row in rows),
         foils=tuple(f" {row.giver}" for row in rows),
-        positions=_positions(view, rows, base, source, corrupt, prepend_bos),
+        positions=_role_positions(view, rows, base, source, corrupt, prepend_bos),
         orders=tuple(row.order for row in rows),
         how=f"{n} indirect-object pairs, seed {seed}, {_CORRUPTIONS[corrupt]}",
     )
 
 
-def _require_whole(name: str, value: Any, least: int | None) -> None:
+def _require_int(name: str, value: Any, least: int | None) -> None:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if not is_number or (least is not None and value < least):
         from_least = "" if least is None else f" from {least}"
@@ -145,11 +145,11 @@ def _known_words(view: ModelView, least_names: int) -> _Words:
     def known(words: Sequence[str]) -> tuple[str, ...]:
         return tuple(word for word in words if len(token_ids(view, f" {word}")) == 1)
 
-    names, places, objects = known(_NAMES), known(_PLACES), known(_OBJECTS)
+    names, places, objects = known(_FIRST_NAMES), known(_PLACE_NAMES), known(_OBJECTS)
     templates = tuple(text for text in _TEMPLATES if _is_known(view, text))
     for what, found, listed, least in (
-        ("name", names, _NAMES, least_names),
-        ("place", places, _PLACES, 1),
+        ("name", names, _FIRST_NAMES, least_names),
+        ("place", places, _PLACE_NAMES, 1),
         ("object", objects, _OBJECTS, 1),
         ("template", templates, _TEMPLATES, 1),
     ):
@@ -227,7 +227,7 @@ def _draw_row(rng: random.Random, words: _Words, template: str, order: str) -> _
     return _Sentence(template, order, recipient, giver, tuple(others), place, thing)
 
 
-def _positions(
+def _role_positions(
     view: ModelView,
     rows: Sequence[_Sentence],
     base: Sequence[str],

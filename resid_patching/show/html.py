@@ -1,12 +1,12 @@
-"""A report as one HTML page that loads nothing from elsewhere and shows, not runs, what it holds.
+"""A report as one HTML page that loads nothing, and that runs no code of what it shows.
 
     page = Page("Attribution in gpt2")
     page.section(section(found))
     page.origin(found.provenance, flags)
     page.html()
 
-One page is one file: its style, its script and plotly are in it. The browser is told to run these
-two scripts and no other, and to load nothing. Without plotly there are tables and no pictures.
+One page is one file, with its style, its script and plotly in it. It tells the browser to run these
+two scripts and no others, and to load nothing. Without plotly it has tables and no pictures.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 from resid_patching.errors import MissingExtraError
 from resid_patching.markup import cell_text, escape
 from resid_patching.show.assets import SCRIPT, STYLE
-from resid_patching.show.report import Cell, Facts, Grid, Report, Section, Table
+from resid_patching.show.report import Document, Facts, GridCell, Section, Table, TextGrid
 
 if TYPE_CHECKING:
     import pandas
 
 _LONG = 25  # rows; longer tables scroll in a box
 _MOST_ROWS = 2000
-_WORDS = 40  # characters; longer texts are broken into lines
+_LONG_TEXT = 40  # characters; longer texts are broken into lines
 
 
-def page_of(report: Report, flags: Mapping[str, Any]) -> Page:
+def page_of(report: Document, flags: Mapping[str, Any]) -> Page:
     """The page of a report.
 
     Args:
@@ -39,9 +39,11 @@ def page_of(report: Report, flags: Mapping[str, Any]) -> Page:
         flags: what the command was asked.
     """
     page = Page(report.title, report.stand_in, main=report.main)
-    shown = [part for part in report.sections if part.on != "text"]
-    for number, part in enumerate(shown):
-        page.section(part, prompts=None if number else report.prompts)
+    prompts = report.prompts
+    for part in report.sections:
+        if part.on != "text":
+            page.section(part, prompts)
+            prompts = None  # they stand in the first section
     page.origin(report.origin, flags)
     return page
 
@@ -53,7 +55,7 @@ class Page:
         title: as plain text.
         figures: the pictures so far.
         main: draws what a PNG shows; None for the first picture.
-        why_no_picture: what kept the last picture from being drawn.
+        why_no_picture: why the last picture could not be drawn.
     """
 
     def __init__(
@@ -68,8 +70,8 @@ class Page:
         self.main = main
         self.figures: list[Any] = []
         self.why_no_picture: str | None = None
+        self._lacks_plotly = False
         self._body = [f"<h1>{escape(title)}</h1>"]
-        self._asked_for_plotly = False
         if stand_in is not None:
             self.says(stand_in, "note")
 
@@ -79,14 +81,16 @@ class Page:
             self._body.append(f"<h2>{escape(part.title)}</h2>")
         if part.says:
             self.says(part.says)
-        self._body.append(_facts(part.facts))
+        self._body.append(_facts_table(part.facts))
         for line in part.caveats:
             self.says(line, "limits")
-        if prompts is not None:
-            self._prompts(prompts)
+        if prompts is not None and prompts.shape == (1, 1):
+            self.says(str(prompts.iloc[0, 0]), "text")
+        elif prompts is not None:
+            self.table(Table(prompts, title=f"{len(prompts)} prompt{'s' * (len(prompts) > 1)}"))
         for grid in part.grids:
             if grid.on != "text":
-                self._body.append(_grid(grid))
+                self._body.append(_shaded_grid(grid))
         for draw in part.draws:
             self.picture(draw)
         for table in part.tables:
@@ -97,31 +101,25 @@ class Page:
         """A paragraph; `kind` is "", limits, note or text."""
         self._body.append(f'<p class="{kind}">{escape(text)}</p>')
 
-    def _prompts(self, frame: pandas.DataFrame) -> None:
-        if frame.shape == (1, 1):
-            self.says(str(frame.iloc[0, 0]), "text")
-        else:
-            self.table(Table(frame, title=f"{len(frame)} prompt{'s' * (len(frame) > 1)}"))
-
     def picture(self, draw: Callable[[], Any]) -> None:
         """A plotly figure, drawn by the page's own script.
 
-        Where plotly is missing a line says so, once; where there is nothing to draw, why.
+        Where plotly is missing, one line on the page says so. Where there is nothing to draw, a
+        line says why.
         """
         try:
             figure = draw()
         except MissingExtraError as error:
             self.why_no_picture = str(error)
-            if not self._asked_for_plotly:
-                self._asked_for_plotly = True
+            if not self._lacks_plotly:
+                self._lacks_plotly = True
                 self.says(f"There are no pictures here: {error}", "note")
-            return
         except ValueError as error:
-            self.why_no_picture = str(error)
             self.says(f"No picture: {error}", "limits")
-            return
-        self._body.append(_picture(figure, len(self.figures)))
-        self.figures.append(figure)
+            self.why_no_picture = str(error)
+        else:
+            self._body.append(_picture(figure, len(self.figures)))
+            self.figures.append(figure)
 
     def table(self, table: Table) -> None:
         """A table that a click or a key on a column's name sorts."""
@@ -131,14 +129,14 @@ class Page:
             said.append(f"The first {_MOST_ROWS} of {len(table.frame)} rows; --csv writes all.")
         said += table.after
         caption = " ".join(text.rstrip(".") + "." for text in said if text)
-        self._body.append(_table(table.frame.iloc[:_MOST_ROWS], caption))
+        self._body.append(_sortable_table(table.frame.iloc[:_MOST_ROWS], caption))
 
     def origin(self, origin: Any, flags: Mapping[str, Any]) -> None:
         """Where the numbers come from, folded: a provenance, and what was asked."""
         rows = [(name, str(value)) for name, value in dataclasses.asdict(origin).items()]
         rows += [(n.replace("_", "-"), str(v)) for n, v in flags.items() if v is not None]
         self._body.append(
-            f"<details><summary>Where the numbers come from</summary>{_facts(rows)}</details>"
+            f"<details><summary>Where the numbers come from</summary>{_facts_table(rows)}</details>"
         )
 
     def png(self) -> bytes:
@@ -162,7 +160,7 @@ class Page:
             from resid_patching.plots import plotly_script
 
             scripts.insert(0, plotly_script())
-        hashes = " ".join(f"'{_hash(script)}'" for script in scripts)
+        hashes = " ".join(f"'{_script_hash(script)}'" for script in scripts)
         policy = (
             f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
             "img-src data: blob:"
@@ -181,12 +179,12 @@ class Page:
         )
 
 
-def _hash(script: str) -> str:
+def _script_hash(script: str) -> str:
     digest = hashlib.sha256(script.encode("utf-8")).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
-def _facts(rows: Facts | Iterable[tuple[str, str]]) -> str:
+def _facts_table(rows: Facts | Iterable[tuple[str, str]]) -> str:
     lines = "\n".join(
         f'<tr><th scope="row">{escape(name)}</th><td>{_items(value)}</td></tr>'
         for name, value in rows
@@ -214,7 +212,7 @@ def _picture(figure: Any, number: int) -> str:
     )
 
 
-def _table(frame: pandas.DataFrame, caption: str) -> str:
+def _sortable_table(frame: pandas.DataFrame, caption: str) -> str:
     names = [str(name) for name in frame.columns]
     left = [n == 0 or frame.dtypes.iloc[n].kind not in "fiu" for n in range(len(names))]
     sides = ["left" if is_left else "number" for is_left in left]
@@ -223,7 +221,7 @@ def _table(frame: pandas.DataFrame, caption: str) -> str:
         for name, side in zip(names, sides, strict=True)
     )
     lines = "\n".join(
-        f"<tr>{''.join(map(_cell, names, row, sides))}</tr>"
+        f"<tr>{''.join(map(_table_cell, names, row, sides))}</tr>"
         for row in frame.itertuples(index=False)
     )
     above = f"<p>{escape(caption)}</p>" if caption else ""
@@ -234,16 +232,16 @@ def _table(frame: pandas.DataFrame, caption: str) -> str:
     )
 
 
-def _cell(name: str, value: Any, side: str) -> str:
+def _table_cell(name: str, value: Any, side: str) -> str:
     text = escape(cell_text(name, value))
     if not isinstance(value, int | float):
-        return f'<td class="{side}{" words" * (len(text) > _WORDS)}">{text}</td>'
+        return f'<td class="{side}{" words" * (len(text) > _LONG_TEXT)}">{text}</td>'
     number = repr(float(value)) if math.isfinite(value) else ""
     return f'<td class="{side}" data-value="{number}">{text}</td>'
 
 
-def _grid(grid: Grid) -> str:
-    """Cells shaded by their share, readable without any script; a hint shows more."""
+def _shaded_grid(grid: TextGrid) -> str:
+    """Cells shaded by their probability; a hint shows more. It needs no script."""
     head = "".join(f'<th scope="col">{"<br>".join(map(escape, c))}</th>' for c in grid.columns)
     lines = [f"<thead><tr><th></th>{head}</tr></thead><tbody>"]
     for name, row in zip(grid.rows, grid.cells, strict=True):
@@ -255,7 +253,7 @@ def _grid(grid: Grid) -> str:
     )
 
 
-def _shaded(cell: Cell | None) -> str:
+def _shaded(cell: GridCell | None) -> str:
     if cell is None:
         return "<td></td>"
     red, green, blue = (round(255 - cell.shade * (255 - full)) for full in (8, 81, 156))

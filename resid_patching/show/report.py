@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from resid_patching.markup import quoted
-from resid_patching.shown import ranked
+from resid_patching.shown import ranked, under_headings
 
 if TYPE_CHECKING:
     import pandas
 
     from resid_patching.ablation import Effect
-    from resid_patching.attribution import Attribution
     from resid_patching.result import Provenance
     from resid_patching.shown import Shown
 
 On = Literal["both", "text", "page"]
 Facts = tuple[tuple[str, str | Sequence[str]], ...]
-NO_PATH = "no path: it writes too late"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +47,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridCell:
     """A cell of a grid: its text, how it is shaded (-1 red, 0 white, 1 blue), and a hint."""
 
     text: str
@@ -58,7 +56,7 @@ class Cell:
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class TextGrid:
     """Cells under their columns.
 
     Attributes:
@@ -78,7 +76,7 @@ class Grid:
     title: str
     rows: Sequence[str]
     columns: Sequence[tuple[str, ...]]
-    cells: Sequence[Sequence[Cell | None]]
+    cells: Sequence[Sequence[GridCell | None]]
     missing: str = ""
     of_tokens: bool = False
     shares: bool = False
@@ -106,13 +104,13 @@ class Section:
     facts: Facts = ()
     caveats: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
-    grids: tuple[Grid, ...] = ()
+    grids: tuple[TextGrid, ...] = ()
     draws: tuple[Callable[[], Any], ...] = ()
     on: On = "both"
 
 
 @dataclass(frozen=True, eq=False)
-class Report:
+class Document:
     """What a command shows.
 
     Attributes:
@@ -151,9 +149,8 @@ def section(
     title: str = "",
     facts: Facts = (),
     caveats: tuple[str, ...] = (),
-    more: dict[str, Sequence[float]] | None = None,
+    more: Mapping[str, Sequence[float]] | None = None,
     top: int | None = None,
-    grids: bool = True,
 ) -> Section:
     """What a result says of itself.
 
@@ -164,80 +161,67 @@ def section(
         caveats: lines below its own.
         more: further columns, a number for each row of `result.table()`.
         top: rows that a terminal shows.
-        grids: also its numbers by layer and head, or target by column, on a terminal.
     """
     given = {name for name, _ in facts} | {"model", "prompts"}
     own = tuple(fact for fact in result.facts() if fact[0] not in given)
+    frame = result.table()
     return Section(
         title=title,
         facts=(*facts, *own),
         caveats=(*result.caveats(), *caveats),
-        tables=(table_of(result, more=more, top=top),),
-        grids=grids_of(result, top or 15) if grids else (),
+        tables=(table_of(result, frame.assign(**more or {}), more or (), top=top),),
+        grids=grids_of(result, frame, top or 15),
         draws=tuple(drawn(name, result) for name in result.pictures()),
     )
 
 
 def table_of(
-    result: Shown, *, more: dict[str, Sequence[float]] | None = None, top: int | None = None
+    result: Shown, frame: pandas.DataFrame, more: Iterable[str] = (), *, top: int | None = None
 ) -> Table:
-    """The rows of a result under their headings, the largest first, with columns beside them."""
-    frame: Any = result.table()
-    headings = result.headings()
-    for name, values in (more or {}).items():
-        frame[name] = values
-        headings[name] = name
-    after: tuple[str, ...] = ()
-    bar = ""
+    """A result's rows under their headings, the largest first unless they have an order.
+
+    Args:
+        result: any result.
+        frame: `result.table()`, perhaps with further columns.
+        more: the names of these columns.
+        top: rows that a terminal shows.
+    """
+    headings = result.headings() | {name: name for name in more}
+    shown: dict[str, Any] = {"title": result.caption, "what": f"{result.row_name}s"}
     if not result.ordered:
         n, lost = len(frame), int(frame["value"].isna().sum())
-        if lost < n:
-            frame = ranked(frame)
-        if lost:
-            why = "are not in every prompt: n/a"
-            if getattr(result, "is_path", False):
-                one = result.row_name == "sender"
-                why = "have no path to the receiver: n/a" if one else f"do not exist ({NO_PATH})"
-            after = (f"{lost} of {n} {result.row_name}s {why}",)
+        frame = ranked(frame) if lost < n else frame
         bar = headings["value"]
-    return Table(
-        frame[list(headings)].set_axis(list(headings.values()), axis=1),
-        title=result.caption,
-        bar=bar,
-        top=None if result.ordered else top,
-        sums=(bar,) if getattr(result, "adds_up", False) else (),
-        after=after,
-        what=f"{result.row_name}s",
-    )
+        shown |= {"bar": bar, "top": top, "sums": (bar,) if result.adds_up else ()}
+        if lost:
+            shown["after"] = (f"{lost} of {n} {result.row_name}s {result.why_no_value}",)
+    return Table(under_headings(frame, headings), **shown)
 
 
 # Grids of numbers
 
 
-def grids_of(result: Any, top: int) -> tuple[Grid, ...]:
-    """Numbers by layer and head where all rows are heads, or target by receiver or position."""
-    from resid_patching.ablation import Effect
-    from resid_patching.attribution import Attribution
+def grids_of(
+    result: Any, frame: pandas.DataFrame, top: int = 15, name: str = ""
+) -> tuple[TextGrid, ...]:
+    """The value of each head, layer by head, or target by receiver or position.
 
-    if isinstance(result, Effect) and result.columns is not None:
-        return crossed(result, top)
-    if isinstance(result, Effect | Attribution):
-        return by_layer_and_head(result)
-    return ()
-
-
-def by_layer_and_head(result: Effect | Attribution, title: str = "") -> tuple[Grid, ...]:
-    """The mean of each head, layer by head; nothing where fewer than two rows are heads."""
-    frame = result.table()
-    if "head" not in frame or frame["head"].count() < 2 or "position" in frame.columns[4:]:
+    Args:
+        result: any result; there is a grid where it names one and several rows are heads.
+        frame: `result.table()`.
+        top: how many receivers, positions, and targets of these.
+        name: what the values are, where not as the result calls them.
+    """
+    if getattr(result, "columns", None) is not None:
+        return (_by_column(result, frame, top),)
+    name = name or result.grid_name
+    if not name or "head" not in frame or frame["head"].count() < 2:
         return ()
     heads = frame.dropna(subset=["head"])
     pivot = heads.pivot(index="layer", columns="head", values="value")
-    missing = getattr(result, "is_path", False) and bool(heads["value"].isna().any())
-    name = title or ("total effect" if hasattr(result, "how") else "written")
     return (
-        Grid(
-            f"{name} in {result.unit}, layer by head{_legend(missing)}",
+        TextGrid(
+            f"{name} in {result.unit}, layer by head{_legend(result, heads['value'])}",
             [f"{layer:>4}" for layer in pivot.index],
             [(str(head),) for head in pivot.columns],
             number_cells(pivot.to_numpy(dtype=float)),
@@ -246,47 +230,45 @@ def by_layer_and_head(result: Effect | Attribution, title: str = "") -> tuple[Gr
     )
 
 
-def _legend(missing: bool) -> str:
-    return f" (. {NO_PATH})" if missing else ""
-
-
-def crossed(effect: Effect, top: int) -> tuple[Grid, ...]:
-    """Totals of the strongest rows and columns, in the order they were given."""
+def _by_column(effect: Effect, frame: Any, top: int) -> TextGrid:
+    """Totals of the strongest targets and receivers or positions, in the order they were given."""
     assert effect.columns is not None
-    name, is_path = effect.columns.name, effect.is_path
-    frame: Any = effect.table()
+    column, row = effect.columns.name, "sender" if effect.is_path else "target"
     if bool(frame["value"].isna().all()):
-        said = "no sender writes before a receiver reads: there is no path"
-        return (Grid(said if is_path else "no number in every prompt", [], [], []),)
-    row = "sender" if is_path else "target"
-    pivot = frame.pivot(index="target", columns=name, values="value")
+        no_path = "no sender writes before a receiver reads: there is no path"
+        return TextGrid(no_path if effect.is_path else "no position is in every prompt", [], [], [])
+    pivot = frame.pivot(index="target", columns=column, values="value")
     pivot = pivot.loc[list(effect.targets), list(effect.columns.labels)]
-    kept = [_strongest(pivot.abs().max(axis=axis), top) for axis in (1, 0)]
-    shown = pivot.iloc[kept[0], kept[1]]
+    sizes = pivot.abs()
+    shown = pivot.loc[
+        _strongest_labels(sizes.max(axis=1), top), _strongest_labels(sizes.max(axis=0), top)
+    ]
     left = [
         f"{n} more {what}{'s' * (n > 1)}"
-        for what, all_of, some in zip((row, name), pivot.shape, kept, strict=True)
-        if (n := all_of - len(some))
+        for what, whole, some in zip((row, column), pivot.shape, shown.shape, strict=True)
+        if (n := whole - some)
     ]
-    why = "weaker or without a path" if is_path else "weaker or not in every prompt"
-    tokens = dict(zip(frame[name], frame.get("token", []), strict=False))
-    heads = [(str(c), quoted(tokens[c])) if c in tokens else (str(c),) for c in shown.columns]
-    return (
-        Grid(
-            f"total effect in {effect.unit}, {row} by {name}"
-            f"{_legend(is_path and bool(shown.isna().any().any()))}",
-            [clipped_target(str(target)) for target in shown.index],
-            heads,
-            number_cells(shown.to_numpy(dtype=float)),
-            missing=".",
-            after=f"and {' and '.join(left)}, {why} (--top N shows more)" if left else "",
-        ),
+    why = "weaker or without a path" if effect.is_path else "weaker or not in every prompt"
+    tokens = dict(zip(frame[column], frame.get("token", []), strict=False))
+    return TextGrid(
+        f"total effect in {effect.unit}, {row} by {column}{_legend(effect, shown)}",
+        [clipped_target(str(target)) for target in shown.index],
+        [(str(c), *([quoted(tokens[c])] if c in tokens else [])) for c in shown.columns],
+        number_cells(shown.to_numpy(dtype=float)),
+        missing=".",
+        after=f"and {' and '.join(left)}, {why} (--top N shows more)" if left else "",
     )
 
 
-def _strongest(sizes: Any, top: int) -> list[int]:
-    order = sizes.reset_index(drop=True).dropna().sort_values(ascending=False, kind="stable")
-    return sorted(order.index[:top])
+def _legend(result: Shown, values: Any) -> str:
+    """What a cell without a value means, where there is one and the result says it."""
+    lacks = result.why_absent and bool(values.isna().any(axis=None))
+    return f" (. {result.why_absent})" if lacks else ""
+
+
+def _strongest_labels(sizes: Any, top: int) -> Any:
+    """Which labels have the largest sizes, in the order of the labels."""
+    return sizes.index[(sizes.rank(method="first", ascending=False) <= top).to_numpy()]
 
 
 def clipped_target(target: str) -> str:
@@ -294,17 +276,16 @@ def clipped_target(target: str) -> str:
     return target if len(target) <= 30 else f"{target[:26]} ... ({target.count(' + ') + 1})"
 
 
-def number_cells(values: Any) -> list[list[Cell | None]]:
+def number_cells(values: Any) -> list[list[GridCell | None]]:
     """Numbers as cells, shaded by sign and size; None for NaN.
 
     Where all of them read as 0 none is shaded.
     """
-    known = [abs(v) for row in values for v in row if not math.isnan(v)]
-    largest = max(known, default=0.0)
+    largest = max((abs(v) for row in values for v in row if not math.isnan(v)), default=0.0)
     digits = 3 if largest < 10 else 2 if largest < 100 else 1
     scale = largest if largest >= 5e-4 else math.inf
     return [
-        [None if math.isnan(v) else Cell(f"{v:+.{digits}f}", v / scale) for v in row]
+        [None if math.isnan(v) else GridCell(f"{v:+.{digits}f}", v / scale) for v in row]
         for row in values
     ]
 

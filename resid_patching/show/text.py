@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from resid_patching.markup import cell_text, printable
-from resid_patching.show.report import Grid, Report, Section, Table, clipped_target
+from resid_patching.show.report import Document, Section, Table, TextGrid, clipped_target
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,11 +49,11 @@ def shades(out: Console) -> bool:
     return fancy() and not out.no_color and out.color_system in ("256", "truecolor")
 
 
-def print_report(out: Console, report: Report) -> None:
+def print_report(out: Console, report: Document) -> None:
     """Prints a report, section by section."""
     if report.stand_in is not None:
         print_line(out, "note", report.stand_in.split(": "))
-    print_line(out, "model", report.model.split(" "), gap=" ")
+    print_line(out, "model", report.model)
     shown = [part for part in report.sections if part.on != "page"]
     several = len([part for part in shown if part.title]) > 1
     for number, part in enumerate(shown, start=1):
@@ -66,11 +66,8 @@ def _print_section(out: Console, part: Section, number: str) -> None:
         out.print(f"{number}{part.title}", style="bold")
     if part.says:
         out.print(part.says)
-    for name, items in part.facts:
-        if isinstance(items, str):
-            print_line(out, name, items.split(" "), gap=" ")
-        else:
-            print_line(out, name, items)
+    for name, said in part.facts:
+        print_line(out, name, said)
     for table in part.tables:
         if table.on != "page":
             print_table(out, table)
@@ -83,15 +80,15 @@ def _print_section(out: Console, part: Section, number: str) -> None:
         out.print(line, style="dim" if fancy() else "")
 
 
-def print_line(out: Console, name: str, items: Sequence[str], gap: str = "  ") -> None:
-    """A named line of items, broken between them where it is long."""
+def print_line(out: Console, name: str, said: str | Sequence[str]) -> None:
+    """A named line of words or of items, broken between them where it is long."""
+    items, gap = (said.split(" "), " ") if isinstance(said, str) else (said, "  ")
     width, line = max(40, out.width), f"{name:<8} "
     for number, item in enumerate(map(printable, items)):
-        last = number == len(items) - 1
         if number and len(line) + len(item) > width:
             out.print(line.rstrip(), soft_wrap=True)
             line = " " * 9
-        line += item + ("" if last else gap)
+        line += item + gap
     out.print(line.rstrip(), soft_wrap=True)
 
 
@@ -105,26 +102,26 @@ def print_table(out: Console, table: Table) -> None:
 
     frame = table.frame if table.top is None else table.frame.iloc[: table.top]
     rest = table.frame.iloc[len(frame) :]
-    names = [str(name) for name in frame.columns]
+    columns = [_column_texts(str(name), frame[name]) for name in frame.columns]
+    room = _room_for_lists(out, frame, columns)
     out.print()
     if table.title:
         out.print(table.title)
     lines = box.SIMPLE_HEAD if fancy() else box.ASCII2
     drawn = RichTable(box=lines, pad_edge=False, show_edge=False)
-    for number, name in enumerate(names):
+    for number, name in enumerate(frame.columns):
         left = number == 0 or frame[name].dtype.kind not in "fiu"
-        drawn.add_column(shown(name), justify="left" if left else "right", no_wrap=True)
+        drawn.add_column(shown(str(name)), justify="left" if left else "right", no_wrap=True)
     if table.bar:
         drawn.add_column("", no_wrap=True)
-    largest = float(frame[table.bar].abs().max()) if table.bar and len(frame) else 0.0
-    rows = [dict(zip(names, row, strict=True)) for row in frame.itertuples(index=False)]
-    room = _room_for_lists(out, names, rows)
-    for row in rows:
-        cells = [_packed(v, room) if isinstance(v, tuple) else _text(n, v) for n, v in row.items()]
-        drawn.add_row(*cells, *([bar(row[table.bar], largest)] if table.bar else []))
+        largest = float(frame[table.bar].abs().max()) if len(frame) else 0.0
+        columns.append([bar_text(value, largest) for value in frame[table.bar]])
+    for row in zip(*columns, strict=True):
+        drawn.add_row(*(cell if isinstance(cell, str) else _packed(cell, room) for cell in row))
     what = table.what if len(rest) > 1 else table.what.removesuffix("s")
     if table.sums and len(rest):
-        sums = [cell_text(n, float(rest[n].sum())) if n in table.sums else "" for n in names[1:]]
+        names = [str(name) for name in frame.columns[1:]]
+        sums = [cell_text(n, float(rest[n].sum())) if n in table.sums else "" for n in names]
         drawn.add_row(f"{len(rest)} other {what}", *sums, "")
     out.print(drawn)
     if len(rest) and not table.sums:
@@ -133,29 +130,35 @@ def print_table(out: Console, table: Table) -> None:
         out.print(line)
 
 
-def _text(name: str, value: Any) -> str:
-    return shown(
-        clipped_target(cell_text(name, value)) if name in _TARGETS else cell_text(name, value)
-    )
+def _column_texts(name: str, values: Iterable[Any]) -> list[str | list[str]]:
+    """The cells of a column as text; a list of items stays one."""
+    if name in ("target", "sender", "component"):
+        return [shown(clipped_target(value)) for value in values]
+    return [
+        [shown(item) for item in value]
+        if isinstance(value, tuple)
+        else shown(cell_text(name, value))
+        for value in values
+    ]
 
 
-_TARGETS = ("target", "sender", "component")
-
-
-def _room_for_lists(out: Console, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> int:
+def _room_for_lists(out: Console, frame: Any, columns: Sequence[Sequence[Any]]) -> int:
     """The width that each column of lists has beside the other columns."""
-    lists = [n for n in names if rows and isinstance(rows[0][n], tuple)]
-    others = [n for n in names if n not in lists]
-    used = sum(max(len(n), *(len(_text(n, row[n])) for row in rows)) for n in others) if rows else 0
-    return max(20, (out.width - used - 3 * (len(names) - 1)) // max(1, len(lists)))
+    used, n_lists = 3 * (len(columns) - 1), 0
+    for name, cells in zip(frame.columns, columns, strict=True):
+        if cells and not isinstance(cells[0], str):
+            n_lists += 1
+        else:
+            used += max(map(len, [str(name), *cells]))
+    return max(20, (out.width - used) // max(1, n_lists))
 
 
 def _packed(items: Sequence[str], room: int) -> str:
     """Items on as many lines as the room needs."""
     from rich.cells import cell_len
 
-    lines = [shown(items[0])]
-    for item in map(shown, items[1:]):
+    lines = [items[0]]
+    for item in items[1:]:
         longer = f"{lines[-1]}  {item}"
         if cell_len(longer) > room:
             lines.append(item)
@@ -164,7 +167,7 @@ def _packed(items: Sequence[str], room: int) -> str:
     return "\n".join(lines)
 
 
-def bar(value: float, largest: float, width: int = 10) -> str:
+def bar_text(value: float, largest: float, width: int = 10) -> str:
     """A bar that grows left for negative values and right for positive ones.
 
     There is none where the numbers all read as 0.
@@ -184,77 +187,61 @@ def shown(text: str) -> str:
 # Grids
 
 
-def print_grid(out: Console, grid: Grid) -> None:
+def print_grid(out: Console, grid: TextGrid) -> None:
     """Prints cells under their columns: positions that fit, or all in as many blocks as needed."""
-    from rich.cells import cell_len
+    from rich.text import Text
 
     out.print()
     out.print(grid.title)
     if not grid.rows:
         return
-    cut = clipped if grid.of_tokens else shown
-    heads = [[cut(line) for line in lines] for lines in grid.columns]
-    texts = [[cut(grid.missing if c is None else c.text) for c in row] for row in grid.cells]
-    if grid.shares and not shades(out):
-        texts = _with_shares(grid, texts)
-    columns = [[*head, *(row[n] for row in texts)] for n, head in enumerate(heads)]
-    widths = [max(map(cell_len, column)) for column in columns]
-    if not grid.of_tokens:
-        widths = [max(6, width) for width in widths]
-    left = max(cell_len(shown(name)) for name in grid.rows) + 1
-    if grid.of_tokens:
-        blocks = [that_fit(widths, out.width - left, grid.first)]
-    else:
-        blocks, start = [], 0
-        while start < len(widths):
-            blocks.append(that_fit(widths, out.width - left, start))
-            start = blocks[-1].stop
+    lines = _lines_of(out, grid)
+    least, side = (0, "left") if grid.of_tokens else (6, "right")
+    left, *widths = [max(cell.cell_len for cell in column) for column in zip(*lines, strict=True)]
+    widths = [max(least, width) for width in widths]
+    for name, *cells in lines:
+        name.align("left", left)
+        for cell, width in zip(cells, widths, strict=True):
+            cell.align(side, width)
+    blocks = [that_fit(widths, out.width - left - 1, grid.first if grid.of_tokens else 0)]
+    while not grid.of_tokens and blocks[-1].stop < len(widths):
+        blocks.append(that_fit(widths, out.width - left - 1, blocks[-1].stop))
     for places in blocks:
-        for line in range(max(map(len, heads))):
-            cells = [(heads[p][line] if line < len(heads[p]) else "", 0.0) for p in places]
-            _print_row(out, grid, "", left, cells, [widths[p] for p in places])
-        for name, row, given in zip(grid.rows, texts, grid.cells, strict=True):
-            tones = [cell.shade if cell and shades(out) else 0.0 for cell in given]
-            cells = [(row[p], tones[p]) for p in places]
-            _print_row(out, grid, name, left, cells, [widths[p] for p in places])
+        for name, *cells in lines:
+            line = Text(" ").join([name, *cells[places.start : places.stop]])
+            line.rstrip()
+            out.print(line, soft_wrap=True)
     if grid.of_tokens:
         _print_hidden(out, blocks[0], len(widths))
     if grid.after:
         out.print(grid.after)
 
 
-def _with_shares(grid: Grid, texts: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Texts with their probability beside them, in line."""
-    from rich.cells import cell_len, set_cell_size
-
-    widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
-    return [
-        [
-            f"{set_cell_size(text, width)} {cell.shade:>4.0%}" if cell else ""
-            for text, width, cell in zip(row, widths, cells, strict=True)
-        ]
-        for row, cells in zip(texts, grid.cells, strict=True)
-    ]
-
-
-def _print_row(
-    out: Console,
-    grid: Grid,
-    name: str,
-    left: int,
-    cells: Sequence[tuple[str, float]],
-    widths: Sequence[int],
-) -> None:
-    from rich.cells import set_cell_size
+def _lines_of(out: Console, grid: TextGrid) -> list[list[Any]]:
+    """The lines of a grid, its heads first: the name of the row, then its cells, as rich texts."""
     from rich.text import Text
 
-    line = Text(set_cell_size(shown(name), left))
-    for number, ((text, tone), width) in enumerate(zip(cells, widths, strict=True)):
-        line.append(" " if number else "")
-        text = set_cell_size(text, width) if grid.of_tokens else f"{text:>{width}}"
-        line.append(text, heat(tone))
-    line.rstrip()
-    out.print(line, soft_wrap=True)
+    cut = clipped if grid.of_tokens else shown
+    shaded = shades(out)
+    rows = [
+        [
+            Text(cut(cell.text), heat(cell.shade) if shaded else "") if cell else Text(grid.missing)
+            for cell in row
+        ]
+        for row in grid.cells
+    ]
+    if grid.shares and not shaded:
+        for place in range(len(grid.columns)):
+            width = max(row[place].cell_len for row in rows)
+            for row, cells in zip(rows, grid.cells, strict=True):
+                row[place].align("left", width)
+                row[place].append(f" {cell.shade:>4.0%}" if (cell := cells[place]) else "")
+    names = [Text(shown(name)) for name in grid.rows]
+    heads = [
+        [Text(cut(lines[n]) if n < len(lines) else "") for lines in [(), *grid.columns]]
+        for n in range(max(map(len, grid.columns)))
+    ]
+    return heads + [[name, *row] for name, row in zip(names, rows, strict=True)]
 
 
 def heat(share: float) -> str:
