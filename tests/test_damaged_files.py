@@ -14,7 +14,7 @@ import zoo_lens
 import resid_patching as rp
 from resid_patching import files
 from resid_patching import result as results
-from resid_patching.cli import main, tuned_fit
+from resid_patching.cli import main
 from resid_patching.errors import (
     LensFormatError,
     LensMismatchError,
@@ -296,13 +296,13 @@ def test_a_lens_that_another_process_wrote_meanwhile_is_not_replaced(
     text = tmp_path / "text.txt"
     text.write_text(zoo.CORPUS, encoding="utf-8")
     out, folder = tmp_path / "lens", str(zoo.text_folder())
-    real = tuned_fit._fit
+    real = rp.fit_tuned_lens
 
-    def meanwhile(view, *rest):
+    def meanwhile(view, texts, **options):
         zoo_lens.random_lens(view, seed=7).save(out)
-        return real(view, *rest)
+        return real(view, texts, **options)
 
-    monkeypatch.setattr(tuned_fit, "_fit", meanwhile)
+    monkeypatch.setattr(rp, "fit_tuned_lens", meanwhile)
     argv = ["tuned-lens", "fit", "--model", folder, "--text", str(text), "--out", str(out)]
     argv += ["--steps", steps, "--length", "16", "--tokens", "64", "--validation-tokens", "32"]
     assert main([*argv, "--optimizer", "adam"]) == 2
