@@ -437,7 +437,7 @@ ENOUGH = ["--base", "x", "--source", "x"]
         ([*ASKED, *DRAWN, "--answer", " a"], "has its own answers"),
         ([*ASKED, *DRAWN, "--source", "x"], "--source goes with --base"),
         ([*ASKED, *ENOUGH, *SCORED, "--positions", "S2"], "'S2' goes with --indirect-object"),
-        ([*ASKED, *ENOUGH, *SCORED, "--positions", "last"], "'last' is none"),
+        ([*ASKED, *ENOUGH, *SCORED, "--positions", "last"], "'last' is neither a position nor END"),
         ([*ASKED, *ENOUGH, *SCORED, "--over", "batch"], "--over goes with --using mean"),
         (
             ["0.1", "--to", "logits", "--mlps", "freeze", "--using", "mean", *ENOUGH],

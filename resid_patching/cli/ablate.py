@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import resid_patching as rp
-from resid_patching.cli.flags import PROMPTS, add_command_flags, answers
-from resid_patching.cli.frame import Parser, UsageError, load_model
+from resid_patching.cli.flags import PROMPTS, answer_flags, position_or
+from resid_patching.cli.frame import Parser, UsageError, add_command_flags, load_model
 from resid_patching.cli.inputs import (
     METRICS,
     metric_name,
@@ -24,10 +24,7 @@ from resid_patching.cli.inputs import (
 from resid_patching.cli.output import body_of, deliver
 from resid_patching.cli.progress import ROWS, Progress, join
 from resid_patching.cli.text import TextWindows, require_texts
-from resid_patching.show.report import section, token_facts
-
-if TYPE_CHECKING:
-    from resid_patching.show.report import Facts
+from resid_patching.show.report import Facts, section, token_facts
 
 _WINDOW = 512
 _KINDS = {
@@ -65,7 +62,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     )
     for kind, text in _KINDS.items():
         inner = kinds.add_parser(kind, help=text, description=f"{kind}: {text}.")
-        add_command_flags(inner, _flags(kind), positions=_position, seed=int)
+        add_command_flags(inner, _flags(kind), positions=position_or("each"), seed=int)
     return parser
 
 
@@ -86,61 +83,49 @@ def _flags(kind: str) -> dict[str, Any]:
         "--limit N": "windows taken from the text (unset: all)",
         f"--metric {METRICS}": "what is measured (unset: logit-diff with --answer and --foil, loss "
         "with --text)",
-        **answers(),
+        **answer_flags(),
         "--top N = 15": "rows shown",
         **ROWS,
     }
 
 
-def _position(text: str) -> int | str:
-    if text == "each":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a position nor each") from None
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Ablates the targets and prints what that did."""
     asked = _read(arguments)
-    team, file = join(arguments)
+    team, kept = join(arguments)
     view = load_model(arguments)
-
-    from resid_patching.ablation import Rows
-
     sites = with_swept(view, [rp.parse(text) for text in arguments.targets], arguments.sweep)
     on_text = asked.prompts is None
     metric = new_metric(asked.metric, asked.answers, asked.foils, on_text=on_text)
     pairing = {n: v for n, v in vars(arguments).items() if n in ("pairing", "seed")}
     windows = _windows(view, arguments, arguments.text) if on_text else None
-    groups = (
-        _of_prompts(view, asked, arguments) if windows is None else _of_text(windows, arguments)
-    )
-    parts, token_texts = [], ()
+    groups: Any = _of_text(windows, arguments) if windows else [_of_prompts(view, asked, arguments)]
+    parts = []
     with Progress(shown=team.is_first) as progress:
         for part, (captured, other) in enumerate(groups):
-            token_texts = captured.prompts.token_texts
             n_variants = 1 if arguments.joint else len(sites)
             if arguments.positions == "each":
                 n_variants *= captured.prompts.tokens.shape[1]
-            progress.expect(len(captured) if windows is None else windows.estimate)
+            progress.expect(windows.estimate if windows else len(captured))
             effect = rp.ablate(
                 captured,
                 sites,
-                new_kind(arguments.kind, other, getattr(arguments, "over", None), **pairing),
+                new_kind(other, getattr(arguments, "over", None), **pairing),
                 metric=metric,
                 positions=arguments.positions,
                 joint=arguments.joint,
                 progress=progress.ticker(captured, n_variants),
                 team=team,
-                rows=None if file is None else Rows(file, part),
+                rows=kept(part),
             )
             parts.append(effect)
     if not team.is_first:
         return
-    effect = parts[0] if windows is None or len(parts) == 1 else _joined(parts, windows)
-    facts = token_facts(token_texts) if windows is None else _text_facts(windows, effect)
+    if windows:
+        effect = _joined(parts, windows)
+        facts = _text_facts(windows, effect)
+    else:
+        effect, facts = parts[0], token_facts(groups[0][0].prompts.token_texts)
     deliver(
         arguments,
         view,
@@ -174,21 +159,13 @@ def _known(effect: rp.Effect, arguments: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What the flags give, read and checked before the model is loaded.
-
-    Attributes:
-        metric: the metric's name.
-        prompts: the prompts, or None for a text.
-        answers: an answer for each prompt (for a text: for all windows).
-        foils: likewise.
-        other: the lines of the reference or source; None for a text or where there is none.
-    """
+    """What the flags give, read and checked before the model is loaded."""
 
     metric: str
-    prompts: list[str] | None
-    answers: list[str] | None
+    prompts: list[str] | None  # None for a text
+    answers: list[str] | None  # one for each prompt; for a text, one for all windows
     foils: list[str] | None
-    other: list[str] | None = None
+    other: list[str] | None = None  # the lines of the reference or source
 
 
 def _read(arguments: argparse.Namespace) -> _Asked:
@@ -223,16 +200,14 @@ def _read(arguments: argparse.Namespace) -> _Asked:
 
 # Groups of prompts that are ablated together, each with the prompts that other values come from
 
-_Group = tuple[rp.Run, "rp.Run | None"]
-
 
 def _of_prompts(
     view: rp.ModelView, asked: _Asked, arguments: argparse.Namespace
-) -> Iterator[_Group]:
+) -> tuple[rp.Run, rp.Run | None]:
     assert asked.prompts is not None
     bos = arguments.prepend_bos
     other = None if asked.other is None else rp.capture(view, asked.other, prepend_bos=bos)
-    yield rp.capture(view, asked.prompts, prepend_bos=bos), other
+    return rp.capture(view, asked.prompts, prepend_bos=bos), other
 
 
 def _windows(view: rp.ModelView, arguments: argparse.Namespace, path: str) -> TextWindows:
@@ -247,7 +222,9 @@ def _windows(view: rp.ModelView, arguments: argparse.Namespace, path: str) -> Te
     )
 
 
-def _of_text(windows: TextWindows, arguments: argparse.Namespace) -> Iterator[_Group]:
+def _of_text(
+    windows: TextWindows, arguments: argparse.Namespace
+) -> Iterator[tuple[rp.Run, rp.Run | None]]:
     """Some windows of a text at a time, so that memory does not grow with it."""
     view, other, sources = windows.view, None, iter(())
     if arguments.kind == "mean":  # which streams over the reference and keeps nothing of it
@@ -279,13 +256,15 @@ def _joined(parts: list[rp.Effect], windows: TextWindows) -> rp.Effect:
     import torch
 
     first = parts[0]
+    if len(parts) == 1:
+        return first
     how = first.how
     if first.how != parts[1].how:  # each group of windows has its own group of the source
         how = f"{first.how}, the first of {len(parts)} groups of windows"
-    weights = [part.weights for part in parts if part.weights is not None]
+    names = ["values", "baseline", "patched", "direct"]
+    names += [] if first.weights is None else ["weights"]
     return dataclasses.replace(
         first,
-        values=torch.cat([part.values for part in parts], 1),
         axes=(first.axes[0], rp.Axis("batch", tuple(range(windows.n_windows)))),
         provenance=dataclasses.replace(
             first.provenance,
@@ -294,9 +273,6 @@ def _joined(parts: list[rp.Effect], windows: TextWindows) -> rp.Effect:
             plan=first.provenance.plan.replace(first.how, how),
         ),
         how=how,
-        baseline=torch.cat([part.baseline for part in parts]),
-        patched=torch.cat([part.patched for part in parts], 1),
-        direct=torch.cat([part.direct for part in parts], 1),
-        weights=torch.cat(weights) if weights else None,
         routes=tuple(sorted({route for part in parts for route in part.routes})),
+        **{name: torch.cat([getattr(part, name) for part in parts], -1) for name in names},
     )

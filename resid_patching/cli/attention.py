@@ -7,8 +7,8 @@ import dataclasses
 from typing import Any
 
 import resid_patching as rp
-from resid_patching.cli.flags import PROMPTS, add_command_flags
-from resid_patching.cli.frame import Parser, load_model
+from resid_patching.cli.flags import PROMPTS
+from resid_patching.cli.frame import command_parser, load_model
 from resid_patching.cli.inputs import read_bare_prompts
 from resid_patching.cli.output import body_of, deliver
 from resid_patching.show.report import drawn, section, token_facts
@@ -18,21 +18,19 @@ _MOST_PICTURES = 4
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     """The flags of `attention`."""
-    parser = Parser(
-        prog=prog,
-        description="Where chosen heads look from the last token of each prompt, and their whole "
-        "attention patterns as pictures. A large weight says that a head reads from a token, not "
-        "that what it reads matters: ablate the head to learn that.",
-    )
     heads = {"nargs": "+", "required": True, "metavar": "L.H", "help": "heads, such as 0.1 2.3"}
-    flags = {
-        "--heads": heads,
-        "--top N = 3": "keys of each head",
-        "--query P = -1": "the position that looks, from 0, or from the end if negative",
-        **PROMPTS,
-    }
-    add_command_flags(parser, flags)
-    return parser
+    return command_parser(
+        prog,
+        "Where chosen heads look from the last token of each prompt, and their whole attention "
+        "patterns as pictures. A large weight says that a head reads from a token, not that what "
+        "it reads matters: ablate the head to learn that.",
+        {
+            "--heads": heads,
+            "--top N = 3": "keys of each head",
+            "--query P = -1": "the position that looks, from 0, or from the end if negative",
+            **PROMPTS,
+        },
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:

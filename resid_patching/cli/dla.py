@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import resid_patching as rp
-from resid_patching.cli.flags import PROMPTS, add_command_flags, answers
-from resid_patching.cli.frame import Parser, load_model
+from resid_patching.cli.flags import PROMPTS, answer_flags
+from resid_patching.cli.frame import command_parser, load_model
 from resid_patching.cli.inputs import read_prompts
 from resid_patching.cli.output import body_of, deliver
 from resid_patching.markup import quoted
-from resid_patching.show.report import section, token_items
-
-if TYPE_CHECKING:
-    from resid_patching.show.report import Facts
+from resid_patching.show.report import Facts, section, token_items
 
 _TOP_PREDICTIONS, _PROMPTS_SHOWN = 5, 4
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     """The flags of `dla`."""
-    parser = Parser(
-        prog=prog,
-        description="What each component of the model wrote directly towards the answer and "
-        "against the foil. The rows sum to the model's own logit difference.",
+    unset = " (unset: the model's top prediction)", " (unset: the mean over the vocabulary)"
+    return command_parser(
+        prog,
+        "What each component of the model wrote directly towards the answer and against the foil. "
+        "The rows sum to the model's own logit difference.",
+        {
+            **PROMPTS,
+            **answer_flags(*unset),
+            "--by component|head|neuron = head": "the grain of the rows",
+            "--top N = 15": "rows shown",
+            "--position P = -1": "the position scored, from 0, or from the end if negative",
+        },
     )
-    flags = {
-        **PROMPTS,
-        **answers(" (unset: the model's top prediction)", " (unset: the mean over the vocabulary)"),
-        "--by component|head|neuron = head": "the grain of the rows",
-        "--top N = 15": "rows shown",
-        "--position P = -1": "the position scored, from 0, or from the end if negative",
-    }
-    add_command_flags(parser, flags)
-    return parser
 
 
 def run(arguments: argparse.Namespace) -> None:

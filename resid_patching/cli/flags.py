@@ -29,12 +29,9 @@ _SPEC = re.compile(r"(--)?([\w-]+)(?: ([^\s*.]+?))?(\.\.\.|\*)?(?: = (\S+))?( !)
 def add_flags(
     parser: argparse._ActionsContainer, specs: Flags, **types: Callable[[str], Any]
 ) -> None:
-    """Adds flags.
+    """Adds flags to a parser or a group of one.
 
-    Args:
-        parser: a parser or a group of one.
-        specs: each flag and its help; see the module. N is a whole number from 1, P a position.
-        types: what reads a flag's value, by the flag's name.
+    N is a whole number from 1, P a position. `types` give what reads other values, by the flag.
     """
     for spec, text in specs.items():
         if isinstance(text, str):
@@ -91,6 +88,22 @@ def whole(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is below 0")
     return value
+
+
+def position_or(*names: str) -> Callable[[str], int | str]:
+    """What reads a position, as a number or by a name."""
+
+    def read(text: str) -> int | str:
+        if text in names:
+            return text
+        try:
+            return int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is neither a position nor {', '.join(names)}"
+            ) from None
+
+    return read
 
 
 def positive(text: str) -> float:
@@ -164,19 +177,10 @@ OUTPUT = {
 }
 
 
-def answers(answer: str = "", foil: str = "") -> dict[str, str]:
+def answer_flags(answer: str = "", foil: str = "") -> dict[str, str]:
     """The flags that say which tokens are scored, with what holds where each is unset."""
     each = "once, or once for each prompt"
     return {
         "--answer TOKEN...": f"the token scored, leading space included; {each}{answer}",
         "--foil TOKEN...": f"the token it is scored against; {each}{foil}",
     }
-
-
-def add_command_flags(
-    parser: argparse.ArgumentParser, own: Flags, **types: Callable[[str], Any]
-) -> None:
-    """Adds a command's own flags, and those of the model and of output."""
-    types["model"] = file_name
-    add_flags(parser, {**own, "model": MODEL, "output": OUTPUT}, **types)
-    parser.set_defaults(command=parser.prog.removeprefix("resid-patching "))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from resid_patching import processes
-from resid_patching.cli.flags import MODEL, add_flags
+from resid_patching.cli.flags import MODEL, OUTPUT, Flags, add_flags, file_name
 from resid_patching.errors import (
     HubUnreachableError,
     LostProcessError,
@@ -74,7 +74,24 @@ class Parser(argparse.ArgumentParser):
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that say which model, where and in what state."""
-    add_flags(parser, {"model": MODEL})
+    add_flags(parser, {"model": MODEL}, model=file_name)
+
+
+def add_command_flags(parser: argparse.ArgumentParser, own: Flags, **types: Any) -> None:
+    """Adds a command's own flags, and those of the model and of output."""
+    add_flags(parser, own, **types)
+    add_model_flags(parser)
+    add_flags(parser, {"output": OUTPUT})
+    parser.set_defaults(command=parser.prog.removeprefix("resid-patching "))
+
+
+def command_parser(
+    prog: str, description: str, own: Flags, *, epilog: str | None = None, **types: Any
+) -> Parser:
+    """The parser of a command with flags of its own."""
+    parser = Parser(prog=prog, description=description, epilog=epilog)
+    add_command_flags(parser, own, **types)
+    return parser
 
 
 # Running
@@ -83,10 +100,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 def run_guarded(prog: str, command: Any, argv: Sequence[str]) -> int:
     """Runs a command; errors become one line on stderr and an exit code.
 
-    Args:
-        prog: how messages call the command.
-        command: has `build_parser(prog)`, and `run(arguments)`, which prints and writes.
-        argv: its arguments.
+    The command has `build_parser(prog)`, and `run(arguments)`, which prints and writes.
     """
     _prepare_streams()
     debug = "--debug" in argv
@@ -116,20 +130,18 @@ def run_guarded(prog: str, command: Any, argv: Sequence[str]) -> int:
         # Of an error that comes later: the shipped model stood in for the one that was meant.
         note = getattr(arguments, "stand_in", None)
         said = _told(error) + ("" if note is None else f" ({note})")
-        return _fail(prog, said, BAD_INPUT if _is_expected(error) else UNEXPECTED)
-
-
-def _is_expected(error: Exception) -> bool:
-    return isinstance(error, ResidPatchingError | OSError)
+        expected = isinstance(error, ResidPatchingError | OSError)
+        return _fail(prog, said, BAD_INPUT if expected else UNEXPECTED)
 
 
 def _told(error: Exception) -> str:
     lost = "standard output cannot be written: " if _drop_unwritten() else ""
-    if not _is_expected(error):
-        return f"{type(error).__name__}: {error} (--debug shows where)"
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{lost}{error.filename}: {error.strerror}"
-    return f"{lost}{error}"
+    match error:
+        case OSError(filename=str(name), strerror=str(why)):
+            return f"{lost}{name}: {why}"
+        case ResidPatchingError() | OSError():
+            return f"{lost}{error}"
+    return f"{type(error).__name__}: {error} (--debug shows where)"
 
 
 def _drop_unwritten() -> bool:
@@ -188,12 +200,9 @@ def _fail(prog: str, message: str, code: int) -> int:
 
 
 def _prepare_streams() -> None:
-    """Characters that a terminal or pipe cannot show become escapes instead of a crash.
-
-    A stream that was closed before the start (`>&-`) swallows what is written to it.
-    """
+    """Characters that a terminal or pipe cannot show become escapes instead of a crash."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        if getattr(sys, name) is None:  # closed before the start: `>&-`
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         with contextlib.suppress(AttributeError, ValueError, OSError):
             getattr(sys, name).reconfigure(errors="backslashreplace")
@@ -233,11 +242,7 @@ def _quiet_libraries(debug: bool) -> Iterator[None]:
 
 
 def require_writable(*paths: str | None) -> None:
-    """Refuses output files that cannot be written, before anything is computed.
-
-    Raises:
-        UsageError: a folder is missing, a folder stands in the way, or it cannot be written.
-    """
+    """Refuses output files that cannot be written, before anything is computed."""
     given = [Path(path) for path in paths if path is not None]
     for path in given:
         if path.is_dir():
@@ -260,12 +265,12 @@ def _require_files(arguments: argparse.Namespace) -> None:
     if not _is_first():
         return
     require_writable(*outputs.values())
-    inputs = {
-        os.path.realpath(path): name
-        for name in _INPUT_FILES
-        for path in _names(flags.get(name))
-        if Path(path).is_file()
-    }
+    inputs = {}
+    for name in _INPUT_FILES:
+        given = flags.get(name)
+        for path in given if isinstance(given, list) else [given]:
+            if isinstance(path, str) and Path(path).is_file():  # in a script it may be a number
+                inputs[os.path.realpath(path)] = name
     for name, path in outputs.items():
         if source := inputs.get(os.path.realpath(path)):
             raise UsageError(f"--{name} {path} is the file that --{source} reads; give another")
@@ -275,12 +280,6 @@ def _require_files(arguments: argparse.Namespace) -> None:
         require_renderer()
 
 
-def _names(given: Any) -> list[str]:
-    """The names of files that a flag gives; in a script, a flag of that name may be a number."""
-    several = given if isinstance(given, list) else [given]
-    return [path for path in several if isinstance(path, str)]
-
-
 # The model
 
 
@@ -288,10 +287,6 @@ def load_model(arguments: argparse.Namespace) -> ModelView:
     """Loads the model that the flags ask for.
 
     Where the shipped model stands in for GPT-2, `arguments.stand_in` becomes the line that says so.
-
-    Raises:
-        UsageError: an impossible device.
-        ResidPatchingError: the model cannot be loaded.
     """
     import torch
 

@@ -15,11 +15,7 @@ ANSWERED = ("logit-diff", "logit", "prob")  # those that score a token
 
 
 def refuse(arguments: argparse.Namespace, why: str, *flags: str) -> None:
-    """Refuses flags that were given.
-
-    Raises:
-        UsageError: one was; its name and `why` make the message.
-    """
+    """Refuses flags that were given: the flag's name and `why` make the message."""
     for flag in flags:
         if (value := getattr(arguments, flag, None)) is not None and value is not False:
             raise UsageError(f"--{flag.replace('_', '-')} {why}")
@@ -29,12 +25,7 @@ def refuse(arguments: argparse.Namespace, why: str, *flags: str) -> None:
 
 
 def read_lines(path: str) -> list[str]:
-    """The non-empty lines of a UTF-8 file.
-
-    Raises:
-        UsageError: not UTF-8, or empty.
-        OSError: it cannot be read.
-    """
+    """The non-empty lines of a UTF-8 file."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -50,11 +41,7 @@ def read_lines(path: str) -> list[str]:
 def read_prompts(
     arguments: argparse.Namespace,
 ) -> tuple[list[str], list[str] | None, list[str] | None]:
-    """The prompts that the flags give, with an answer and a foil for each where given.
-
-    Raises:
-        UsageError: no prompt, an unreadable file, or answers that do not match the prompts.
-    """
+    """The prompts that the flags give, with an answer and a foil for each where given."""
     prompts, file = list(arguments.prompt or []), arguments.prompts
     answers, foils = getattr(arguments, "answer", None), getattr(arguments, "foil", None)
     if file is not None:
@@ -76,11 +63,7 @@ def read_prompts(
 
 
 def read_bare_prompts(arguments: argparse.Namespace) -> list[str]:
-    """The prompts of a command that reads no answers.
-
-    Raises:
-        UsageError: no prompt, an unreadable file, or one with answers.
-    """
+    """The prompts of a command that reads no answers."""
     prompts, answers, _ = read_prompts(arguments)
     if answers is not None:
         raise UsageError(
@@ -90,11 +73,7 @@ def read_bare_prompts(arguments: argparse.Namespace) -> list[str]:
 
 
 def spread(name: str, given: list[str] | None, prompts: Sequence[str]) -> list[str] | None:
-    """One token for each prompt, from a flag given once or once for each.
-
-    Raises:
-        UsageError: given another number of times.
-    """
+    """One token for each prompt, from a flag given once or once for each."""
     if given is None or len(given) == len(prompts):
         return given
     if len(given) == 1:
@@ -109,11 +88,7 @@ def spread(name: str, given: list[str] | None, prompts: Sequence[str]) -> list[s
 
 
 def metric_name(asked: str | None, answers: Any, foils: Any) -> str:
-    """The name of the metric that flags ask for; unset, the logit difference of answer and foil.
-
-    Raises:
-        UsageError: it lacks the tokens it needs, or was given others.
-    """
+    """The metric that flags ask for; unset, the logit difference of answer and foil."""
     if asked is None:
         if not (answers and foils):
             raise UsageError(
@@ -133,14 +108,7 @@ def metric_name(asked: str | None, answers: Any, foils: Any) -> str:
 def new_metric(
     name: str, answers: Sequence[str] | None, foils: Sequence[str] | None, *, on_text: bool = False
 ) -> rp.Metric:
-    """The metric of a name; of a text, at all positions where it can be.
-
-    Args:
-        name: one of `METRICS`.
-        answers: one for each prompt.
-        foils: likewise.
-        on_text: whether it is of a text.
-    """
+    """The metric of a name in `METRICS`; of a text, at all positions where it can be."""
     if name == "kl":
         return rp.kl(position=None if on_text else -1)
     n_tokens = {"logit-diff": 2, "logit": 1, "prob": 1}.get(name, 0)
@@ -161,18 +129,10 @@ def with_swept(view: rp.ModelView, named: Sequence[Any], sweep: str | None) -> l
     return [*named, *(site for site in swept if site not in named)]
 
 
-def new_kind(name: str, other: rp.Run | None, over: str | None, **pairing: Any) -> Any:
-    """What targets are replaced with.
-
-    Args:
-        name: zero, mean or resample.
-        other: the run that a mean is taken over, or values come from; None for zero.
-        over: the axes of a mean, as flags give them.
-        pairing: how rows of the other run go with those of the base.
-    """
+def new_kind(other: rp.Run | None, over: str | None, **pairing: Any) -> Any:
+    """What targets are replaced with: zero, the mean of a run over axes, or a run's values."""
     if other is None:
         return rp.Zero()
-    if name == "mean":
-        assert over is not None
+    if over is not None:
         return rp.Mean(other, over=tuple(over.split(",")))  # type: ignore[arg-type]
     return rp.Resample(other, **pairing)

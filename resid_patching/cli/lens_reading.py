@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
 _PROMPTS_SHOWN = 4
 
-Asked = tuple[list[str], list[str] | None, list[str] | None]
-"""Prompts, answers and foils."""
+Asked = tuple[list[str], list[str] | None, list[str] | None]  # prompts, answers and foils
 
 
-def places(in_depth: str) -> dict[str, Any]:
+def place_flags(in_depth: str) -> dict[str, Any]:
     """The flags that say which positions are shown, with what is shown at one position."""
     return {
         "one of": {
@@ -43,11 +42,7 @@ def places(in_depth: str) -> dict[str, Any]:
 
 
 def read_asked(arguments: argparse.Namespace) -> Asked:
-    """The prompts that the flags give, and the tokens that are followed.
-
-    Raises:
-        UsageError: as `read_prompts`, or foils alone.
-    """
+    """The prompts that the flags give, and the tokens that are followed."""
     asked = read_prompts(arguments)
     if asked[2] is not None and asked[1] is None:
         raise UsageError("--foil is shown beside an --answer; none was given")
@@ -55,11 +50,7 @@ def read_asked(arguments: argparse.Namespace) -> Asked:
 
 
 def require_lens(folder: str) -> None:
-    """Refuses a folder that is missing, before a model is loaded.
-
-    Raises:
-        UsageError: there is none; what lies beside it is named.
-    """
+    """Refuses a folder that is missing, before a model is loaded; says what lies beside it."""
     path = Path(folder).absolute()
     if folder == "demo" or path.exists():  # demo: the lens shipped with the demo model
         return
@@ -100,18 +91,10 @@ def deliver_kl(
     facts: Facts,
     body: Mapping[str, Any],
 ) -> None:
-    """Delivers the KL of lenses by layer.
+    """Delivers the KL of lenses by layer, `columns`, each by what read it.
 
-    Args:
-        arguments: the flags.
-        view: the model.
-        origin: where the numbers come from.
-        lens: the tuned lens.
-        columns: KL of each layer, by what read it.
-        title: the line above the table.
-        over: what the means are taken over.
-        facts: lines above.
-        body: what the JSON holds beside the lens's fingerprint.
+    `title` stands above the table, `over` says what the means are taken over; the rest is as in
+    `deliver`.
     """
     import pandas
 
@@ -153,10 +136,6 @@ def deliver_readings(
         lens: the tuned lens, where there is one.
         mean_kl: a table below.
         compare: whether two lenses at one position are one table.
-
-    Raises:
-        UsageError: more top tokens than there are.
-        PositionError: a prompt has no such position, or none where the table would begin.
     """
     import pandas
 

@@ -7,13 +7,13 @@ import dataclasses
 from typing import Any
 
 import resid_patching as rp
-from resid_patching.cli.flags import PROMPTS, add_command_flags, answers
-from resid_patching.cli.frame import Parser, UsageError, load_model
+from resid_patching.cli.flags import PROMPTS, answer_flags
+from resid_patching.cli.frame import UsageError, command_parser, load_model
 from resid_patching.cli.inputs import refuse
 from resid_patching.cli.lens_reading import (
     beside,
     deliver_readings,
-    places,
+    place_flags,
     read_asked,
     require_lens,
 )
@@ -21,26 +21,24 @@ from resid_patching.cli.lens_reading import (
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     """The flags of `logit-lens`."""
-    parser = Parser(
-        prog=prog,
-        description="Reads every state of the stream through the model's own final norm and "
-        "unembedding: what the model would say next if it stopped there. The norm is recomputed "
-        "at each layer. This is not what the model believes midway (earlier states are not what "
-        "the unembedding was trained on), and says nothing of causes.",
+    return command_parser(
+        prog,
+        "Reads every state of the stream through the model's own final norm and unembedding: what "
+        "the model would say next if it stopped there. The norm is recomputed at each layer. This "
+        "is not what the model believes midway (earlier states are not what the unembedding was "
+        "trained on), and says nothing of causes.",
+        {
+            **PROMPTS,
+            **place_flags("in depth"),
+            "--mid": "also read between attention and MLP of each layer",
+            "--layers-every N = 1": "read every so many layers; the last is always read",
+            "--top N = 5": "top tokens in depth and in files",
+            "--lens FOLDER": "read through this tuned lens instead: ours, the tuned-lens "
+            "package's, or demo",
+            "--beside": "with --lens: also the logit lens, for comparison",
+            **answer_flags(),
+        },
     )
-    flags = {
-        **PROMPTS,
-        **places("in depth"),
-        "--mid": "also read between attention and MLP of each layer",
-        "--layers-every N = 1": "read every so many layers; the last is always read",
-        "--top N = 5": "top tokens in depth and in files",
-        "--lens FOLDER": "read through this tuned lens instead: ours, the tuned-lens package's, or "
-        "demo",
-        "--beside": "with --lens: also the logit lens, for comparison",
-        **answers(),
-    }
-    add_command_flags(parser, flags)
-    return parser
 
 
 def run(arguments: argparse.Namespace) -> None:

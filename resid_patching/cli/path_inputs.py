@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import resid_patching as rp
-from resid_patching.cli.flags import answers
+from resid_patching.cli.flags import answer_flags
 from resid_patching.cli.frame import UsageError
 from resid_patching.cli.inputs import METRICS, metric_name, refuse, spread
 from resid_patching.cli.progress import ROWS
 
-_NAMED = ("IO", "S1", "S1+1", "S2")
+NAMED = ("IO", "S1", "S1+1", "S2")
 FLAGS = {
     "senders SENDER*": "who writes: 9.9 (a head), attn.9, mlp.9, embed, ...",
     "--sweep heads|layers": "also, as senders, heads: every head; layers: every attention layer "
@@ -32,7 +32,7 @@ FLAGS = {
         "--over batch|batch,pos": "axes of --using mean: batch: one mean for each position; "
         "batch,pos: one for all",
         "--positions P": "the sender's position, from 0, or from the end if negative, or END; with "
-        f"--indirect-object also {', '.join(_NAMED)} (unset: all)",
+        f"--indirect-object also {', '.join(NAMED)} (unset: all)",
     },
     "prompts": {
         "--base TEXT...": "the prompt that is run and changed",
@@ -47,51 +47,25 @@ FLAGS = {
         "swap: the subject of the second clause swapped in the source",
     },
     f"--metric {METRICS}": "what is measured (unset: logit-diff with --answer and --foil)",
-    **answers(),
+    **answer_flags(),
     "--linearised": "also the value with receivers' norms frozen, an approximation",
     "--top N = 15": "rows shown",
     **ROWS,
 }
 
 
-def position(text: str) -> int | str:
-    """A number, END, or the name of a position, as a flag's value."""
-    if text == "END" or text in _NAMED:
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            "a position is a whole number, END or, with --indirect-object, "
-            f"{', '.join(_NAMED)}; {text!r} is none"
-        ) from None
-
-
 @dataclass(frozen=True)
 class Inputs:
-    """What the flags give, read and checked before the model is loaded.
+    """What the flags give, read and checked before the model is loaded."""
 
-    Attributes:
-        senders: the senders that are named.
-        receivers: the receivers that are named.
-        pairs: the prompts, or None where they are drawn for the model.
-        metric: the metric's name.
-    """
-
-    senders: list[Any]
+    senders: list[Any]  # those that are named
     receivers: list[Any]
-    pairs: rp.PromptPairs | None
+    pairs: rp.PromptPairs | None  # None where they are drawn for the model
     metric: str
 
 
 def read_inputs(arguments: argparse.Namespace) -> Inputs:
-    """Reads and checks the flags.
-
-    Raises:
-        UsageError: a flag is missing, wrong, or does not go with another.
-        AddressError: a sender or receiver is no address.
-        PromptError: a file of pairs is not as expected.
-    """
+    """Reads and checks the flags."""
     if not arguments.senders and arguments.sweep is None:
         raise UsageError(
             "no sender was given; name one, such as 9.9 or mlp.0, or --sweep heads|layers"
@@ -107,7 +81,7 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
         raise UsageError("--using mean needs its axes; give --over batch or --over batch,pos")
     if arguments.using != "mean":
         refuse(arguments, f"goes with --using mean; leave it out for {arguments.using}", "over")
-    if arguments.positions in _NAMED and not arguments.indirect_object:
+    if arguments.positions in NAMED and not arguments.indirect_object:
         raise UsageError(f"--positions: {arguments.positions!r} goes with --indirect-object")
     _require_one_set(arguments)
 

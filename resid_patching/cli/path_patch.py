@@ -9,22 +9,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import resid_patching as rp
-from resid_patching.cli.flags import add_command_flags
-from resid_patching.cli.frame import Parser, UsageError, load_model
+from resid_patching.cli.flags import position_or
+from resid_patching.cli.frame import UsageError, command_parser, load_model
 from resid_patching.cli.inputs import ANSWERED, new_kind, new_metric, with_swept
 from resid_patching.cli.output import body_of, deliver
-from resid_patching.cli.path_inputs import FLAGS, Inputs, position, read_inputs
+from resid_patching.cli.path_inputs import FLAGS, NAMED, Inputs, read_inputs
 from resid_patching.cli.progress import Progress, join
 from resid_patching.errors import warn
 from resid_patching.markup import quoted
-from resid_patching.show.report import section, token_items
+from resid_patching.show.report import Facts, section, token_items
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from resid_patching.prompt_sets import Difference
-    from resid_patching.rows import RowFile
-    from resid_patching.show.report import Facts
 
 _PAIRS, _TOKENS = 4, 60  # that are shown
 _REPLACED = {
@@ -32,10 +30,7 @@ _REPLACED = {
     "mean": "at its mean over the source prompts",
     "resample": "at its value in source",
 }
-_MLPS = {
-    "recompute": "recompute: MLPs between sender and receiver answer the change",
-    "freeze": "freeze: MLPs between sender and receiver keep their values",
-}
+_MLPS = {"freeze": "keep their values", "recompute": "answer the change"}
 _WITHOUT = {
     "zero": "without the message",
     "mean": "with the mean message",
@@ -45,21 +40,22 @@ _WITHOUT = {
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     """The flags of `path-patch`."""
-    parser = Parser(
-        prog=prog,
-        description="Replaces what senders tell chosen receivers, and nothing else they do, and "
-        "measures what that does to a metric. Other heads keep their values between the two.",
+    return command_parser(
+        prog,
+        "Replaces what senders tell chosen receivers, and nothing else they do, and measures what "
+        "that does to a metric. Other heads keep their values between the two.",
+        FLAGS,
         epilog=f"Example: {prog} --sweep heads --to logits --mlps recompute --using resample "
         "--indirect-object 16 --seed 0 --corrupt names --positions END",
+        positions=position_or("END", *NAMED),
+        seed=int,
     )
-    add_command_flags(parser, FLAGS, positions=position, seed=int)
-    return parser
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Patches the paths and prints what that did."""
     inputs = read_inputs(arguments)
-    team, file = join(arguments)
+    team, kept = join(arguments)
     view = load_model(arguments)
     pairs = inputs.pairs or rp.indirect_object_prompts(
         view,
@@ -68,7 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
         corrupt=arguments.corrupt,
         prepend_bos=arguments.prepend_bos,
     )
-    found = _patch(view, pairs, inputs, arguments, team, file)
+    found = _patch(view, pairs, inputs, arguments, team, kept(0))
     if found is None:
         return
     effect, linearised = found.effect, found.linearised
@@ -107,27 +103,16 @@ def _flat(values: Tensor) -> list[float]:
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """What was found.
-
-    Attributes:
-        effect: the effects.
-        sources: the texts that other values come from; None for zero.
-        token_texts: the tokens of the base prompts.
-        differing: where base and source differ, for each pair; empty where none is resampled.
-        linearised: effects with the receivers' norms frozen, shaped as the effect's values.
-        source: the metric in the source [batch].
-        recovery: shares of the way from base to source, [target] or [target, receiver].
-        small_gap: whether base and source are too close for shares to mean much.
-    """
+    """What was found."""
 
     effect: rp.Effect
-    sources: Sequence[str] | None
-    token_texts: Sequence[Sequence[str]]
-    differing: list[list[Difference]]
-    linearised: Tensor | None
-    source: Tensor | None = None
-    recovery: Tensor | None = None
-    small_gap: bool = False
+    sources: Sequence[str] | None  # texts that other values come from; None for zero
+    token_texts: Sequence[Sequence[str]]  # of the base prompts
+    differing: list[list[Difference]]  # pair by pair; empty where nothing is resampled
+    linearised: Tensor | None  # with the receivers' norms frozen, shaped as the effect's values
+    source: Tensor | None = None  # the metric in the source [batch]
+    recovery: Tensor | None = None  # shares of the way to it, [target] or [target, receiver]
+    small_gap: bool = False  # base and source are too close for shares to mean much
 
 
 # Running
@@ -139,11 +124,9 @@ def _patch(
     inputs: Inputs,
     arguments: argparse.Namespace,
     team: rp.Team,
-    file: RowFile | None,
+    rows: Any,
 ) -> _Found | None:
     """What was found; None in a process that only shares the work."""
-    from resid_patching.ablation import Rows
-
     using, source, differing = arguments.using, None, []
     base = rp.capture(view, pairs.base, prepend_bos=arguments.prepend_bos)
     own = arguments.source if using == "mean" else None
@@ -156,7 +139,7 @@ def _patch(
     senders = with_swept(view, inputs.senders, arguments.sweep)
     path = rp.Path(
         to=_ends(view, inputs, arguments),
-        using=new_kind(using, source, arguments.over),
+        using=new_kind(source, arguments.over),
         mlps=arguments.mlps,
     )
     options: dict[str, Any] = {
@@ -168,7 +151,6 @@ def _patch(
         progress.expect(len(base))
         n_variants = (1 if arguments.joint else len(senders)) * len(path.ends.sets)
         tick = progress.ticker(base, n_variants)
-        rows = None if file is None else Rows(file)
         effect = rp.ablate(base, senders, path, progress=tick, team=team, rows=rows, **options)
     if not team.is_first:
         return None
@@ -231,7 +213,8 @@ def _facts(found: _Found, pairs: rp.PromptPairs, arguments: argparse.Namespace) 
         facts.append(("", f"... {left} more pairs"))
     change = "base runs; only the sender's message to the receiver is replaced, by what it is"
     change += f" with the sender {_REPLACED[arguments.using]}, at {_where(arguments)}"
-    facts += [("change", change), ("mlps", f"{_MLPS[arguments.mlps]}; other heads keep theirs")]
+    mlps = f"{arguments.mlps}: MLPs between sender and receiver {_MLPS[arguments.mlps]}"
+    facts += [("change", change), ("mlps", f"{mlps}; other heads keep theirs")]
     (_, kind), _, (name, base) = effect.facts()[:3]
     if found.source is not None:
         value = float(found.source.cpu().double().mean())
@@ -241,25 +224,25 @@ def _facts(found: _Found, pairs: rp.PromptPairs, arguments: argparse.Namespace) 
 
 
 def _caveats(found: _Found, arguments: argparse.Namespace) -> tuple[str, ...]:
-    said = []
-    if found.small_gap:
-        said.append("recovery is not shown: base and source nearly agree, so read the raw effects.")
-    elif found.recovery is not None:
-        said.append(
-            "recovery: total / (source - base); 100% makes the base prompts as the source's."
-        )
-    if found.linearised is not None:
-        said.append("linearised: with the receiver's norm frozen, an approximation of the total.")
-    if found.effect.metric.startswith(("KL", "change")):
-        said.append("Sign: effects run from 0 up, and say how far the prediction moves.")
-    else:
-        other = _WITHOUT[arguments.using]
-        said.append(
-            f"Sign: negative: {other} the metric is lower, so in base the sender raises it."
-        )
-    if arguments.using == "resample":
-        said.append("Direction: source into base. The other way round is another experiment.")
-    return tuple(said)
+    is_distance = found.effect.metric.startswith(("KL", "change"))
+    sign = f"Sign: negative: {_WITHOUT[arguments.using]} the metric is lower, so in base the "
+    said = {
+        "recovery is not shown: base and source nearly agree, so read the raw effects.": (
+            found.small_gap
+        ),
+        "recovery: total / (source - base); 100% makes the base prompts as the source's.": (
+            found.recovery is not None and not found.small_gap
+        ),
+        "linearised: with the receiver's norm frozen, an approximation of the total.": (
+            found.linearised is not None
+        ),
+        "Sign: effects run from 0 up, and say how far the prediction moves.": is_distance,
+        f"{sign}sender raises it.": not is_distance,
+        "Direction: source into base. The other way round is another experiment.": (
+            arguments.using == "resample"
+        ),
+    }
+    return tuple(line for line, holds in said.items() if holds)
 
 
 def _known(found: _Found, pairs: rp.PromptPairs, arguments: argparse.Namespace) -> dict[str, Any]:

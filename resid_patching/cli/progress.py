@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import resid_patching as rp
-
-if TYPE_CHECKING:
-    from resid_patching.rows import RowFile
 
 ROWS = {
     "--rows FILE": "keep each row in this file as it comes; where it holds rows of this sweep "
@@ -19,11 +16,7 @@ ROWS = {
 
 
 class Progress:
-    """A bar on stderr over (target, prompt) pairs; off when stderr is no terminal.
-
-    Args:
-        shown: whether it is this process that shows it.
-    """
+    """A bar on stderr over (target, prompt) pairs; off when stderr is no terminal."""
 
     def __init__(self, *, shown: bool = True) -> None:
         self.shown = shown
@@ -62,23 +55,19 @@ class Progress:
         return tick
 
 
-def join(arguments: argparse.Namespace) -> tuple[rp.Team, RowFile | None]:
-    """Joins the launch, and reads the rows that are there, before a model is loaded.
+def join(arguments: argparse.Namespace) -> tuple[rp.Team, Callable[[int], Any]]:
+    """The processes of this launch, and what tells `ablate` where the rows of a part are kept.
 
-    Returns:
-        The processes of this launch; and the file of --rows, in the first of them alone.
-
-    Raises:
-        OSError, ResultFormatError: the file cannot be read, is damaged, or holds no rows.
-        LostProcessError: the other processes did not come.
+    The first process alone keeps rows. Those that are there are read before a model is loaded.
     """
+    from resid_patching.ablation import Rows
+    from resid_patching.rows import RowFile
+
     team, opened = rp.team(), []
 
     def read() -> None:
-        from resid_patching.rows import RowFile
-
         if arguments.rows is not None:
             opened.append(RowFile(arguments.rows))
 
     team.first(read)
-    return team, opened[0] if opened else None
+    return team, lambda part: Rows(opened[0], part) if opened else None

@@ -8,8 +8,8 @@ import dataclasses
 import math
 
 import resid_patching as rp
-from resid_patching.cli.flags import PROMPTS, add_command_flags
-from resid_patching.cli.frame import Parser, load_model
+from resid_patching.cli.flags import PROMPTS
+from resid_patching.cli.frame import command_parser, load_model
 from resid_patching.cli.inputs import read_bare_prompts
 from resid_patching.cli.output import body_of, deliver
 from resid_patching.show.report import Table, section, token_facts
@@ -19,23 +19,22 @@ _POSITIONS_SHOWN = 24
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     """The flags of `stream`."""
-    parser = Parser(
-        prog=prog,
-        description="How the stream grows, write by write: norm of each write, its share of the "
-        "stream after it, cosine with the start, and how exactly start + writes give the last "
-        "state. --write-scale and --overwrite run the model again with every write changed.",
-    )
-    flags = {
-        **PROMPTS,
-        "--positions P": "report this position alone, from 0, or from the end if negative (unset: "
-        "all)",
-        "one of": {
-            "--write-scale A": "run again with every attention and MLP output multiplied by A",
-            "--overwrite": "run again with every attention and MLP output replacing the state",
+    return command_parser(
+        prog,
+        "How the stream grows, write by write: norm of each write, its share of the stream after "
+        "it, cosine with the start, and how exactly start + writes give the last state. "
+        "--write-scale and --overwrite run the model again with every write changed.",
+        {
+            **PROMPTS,
+            "--positions P": "report this position alone, from 0, or from the end if negative "
+            "(unset: all)",
+            "one of": {
+                "--write-scale A": "run again with every attention and MLP output multiplied by A",
+                "--overwrite": "run again with every attention and MLP output replacing the state",
+            },
         },
-    }
-    add_command_flags(parser, flags, write_scale=_factor)
-    return parser
+        write_scale=_factor,
+    )
 
 
 def _factor(text: str) -> float:

@@ -28,31 +28,19 @@ _Block = tuple[str, str]
 
 @dataclass
 class TextWindows:
-    """The windows of a text file.
+    """The windows of a text file, and what has been read of it so far."""
 
-    Attributes:
-        view: the model whose tokenizer cuts the text.
-        path: a UTF-8 file.
-        length: tokens of a window, its beginning-of-sequence token included.
-        prepend_bos: as in `rp.capture`.
-        limit: at most so many windows.
-        whole: leave out a last window that is shorter.
-        text_key: what holds the text in the rows of a .jsonl file.
-        n_documents, n_windows, n_tokens: documents begun, windows handed out, and their tokens.
-        share_read: how much of the file has been read, from 0 to 1.
-    """
-
-    view: rp.ModelView
-    path: str
-    length: int
-    prepend_bos: bool | None = None
-    limit: int | None = None
-    whole: bool = False
-    text_key: str = "text"
+    view: rp.ModelView  # whose tokenizer cuts the text
+    path: str  # a UTF-8 file
+    length: int  # tokens of a window, its beginning-of-sequence token included
+    prepend_bos: bool | None = None  # as in `rp.capture`
+    limit: int | None = None  # at most so many windows
+    whole: bool = False  # leave out a last window that is shorter
+    text_key: str = "text"  # what holds the text in the rows of a .jsonl file
     n_documents: int = 0
-    n_windows: int = 0
-    n_tokens: int = 0
-    share_read: float = 0.0
+    n_windows: int = 0  # handed out
+    n_tokens: int = 0  # of these
+    share_read: float = 0.0  # of the file, from 0 to 1
     _digest: Any = field(default_factory=hashlib.sha256)
 
     @property
@@ -75,13 +63,7 @@ class TextWindows:
         return f"{self.path}, {self.text_key!r} of {rows}"
 
     def groups(self) -> Iterator[rp.Prompts]:
-        """The windows, some at a time.
-
-        Raises:
-            UsageError: the file is not UTF-8, or holds no window.
-            PromptError: a window is longer than the context, or a row has no text.
-            OSError: the file cannot be read.
-        """
+        """The windows, some at a time."""
         from resid_patching.prompts import prepare
 
         group: list[list[int]] = []
@@ -94,11 +76,7 @@ class TextWindows:
             yield prepare(self.view, group)
 
     def rows(self) -> Iterator[list[int]]:
-        """The ids of each window, up to the limit.
-
-        Raises:
-            UsageError, PromptError, OSError: as `groups`.
-        """
+        """The ids of each window, up to the limit."""
         for blocks in self._documents():
             self.n_documents += 1
             for row in self._cut(blocks):
@@ -191,12 +169,7 @@ class TextWindows:
 
 
 def require_texts(paths: Iterable[str], text_key: str | None) -> None:
-    """Refuses text files that cannot be read, before anything is loaded.
-
-    Raises:
-        UsageError: missing, a folder, or empty, or a --text-key for files without rows.
-        PromptError: a table, or a .jsonl file whose first row has no text.
-    """
+    """Refuses text files that cannot be read, before anything is loaded."""
     paths = list(paths)
     if text_key is not None and not any(map(has_rows, paths)):
         raise UsageError(f"--text-key is for a .jsonl file, but {paths[0]} is a text as it is")

@@ -17,6 +17,10 @@ from resid_patching.errors import LostProcessError
 from resid_patching.texts import has_rows, read_text
 
 _OF_FILES = ".txt .text .md .rst .html .csv .tsv .json .jsonl .ndjson .py".split()
+_SETTINGS = (
+    "tokens validation_tokens length prepend_bos site ridge steps step_tokens step_windows "
+    "optimizer rate products seed save_every"
+).split()  # flags that the library calls alike
 _DATASET = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -37,24 +41,11 @@ def fit(arguments: argparse.Namespace) -> None:
         lens = rp.fit_tuned_lens(
             view,
             texts,
-            tokens=arguments.tokens,
             validation=validation,
-            validation_tokens=arguments.validation_tokens,
-            length=arguments.length,
             text_key=arguments.text_key or "text",
-            prepend_bos=arguments.prepend_bos,
-            site=arguments.site,
-            ridge=arguments.ridge,
-            steps=arguments.steps,
-            step_tokens=arguments.step_tokens,
-            step_windows=arguments.step_windows,
-            optimizer=arguments.optimizer,
-            rate=arguments.rate,
-            products=arguments.products,
-            seed=arguments.seed,
             folder=out,
-            save_every=arguments.save_every,
             team=team,
+            **{name: getattr(arguments, name) for name in _SETTINGS},
         )
         if not team.is_first:
             return
@@ -77,11 +68,7 @@ def fit(arguments: argparse.Namespace) -> None:
 
 
 def _checked(arguments: argparse.Namespace) -> bool:
-    """Whether --text names a dataset, once nothing stands in the way of the fit.
-
-    Raises:
-        UsageError: a flag is missing, wrong, or does not go with another.
-    """
+    """Whether --text names a dataset, once nothing stands in the way of the fit."""
     import torch
 
     is_dataset = _is_dataset(arguments)
@@ -144,11 +131,7 @@ def _files(paths: list[str]) -> list[Any]:
 
 
 def _dataset(arguments: argparse.Namespace) -> Any:
-    """The rows of a Hugging Face dataset, as they come.
-
-    Raises:
-        UsageError: the package is missing, or cannot load it.
-    """
+    """The rows of a Hugging Face dataset, as they come."""
     name, split = arguments.text[0], arguments.split or "train"
     try:
         import datasets

@@ -9,14 +9,13 @@ from resid_patching.cli import tuned_fit, tuned_use
 from resid_patching.cli.flags import (
     DEBUG,
     PROMPTS,
-    add_command_flags,
     add_flags,
-    answers,
+    answer_flags,
     positive,
     whole,
 )
-from resid_patching.cli.frame import Parser, add_model_flags
-from resid_patching.cli.lens_reading import places
+from resid_patching.cli.frame import Parser, add_command_flags, add_model_flags
+from resid_patching.cli.lens_reading import place_flags
 
 _ACTIONS = {
     "fit": ("fit a lens of a model on a text", tuned_fit.fit),
@@ -73,9 +72,9 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "show": {
         **_LENS,
         **PROMPTS,
-        **places("with both side by side"),
+        **place_flags("with both side by side"),
         "--top N = 3": "top tokens",
-        **answers(),
+        **answer_flags(),
     },
     "convert": {
         **_LENS,

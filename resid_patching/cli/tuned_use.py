@@ -156,11 +156,7 @@ def convert(arguments: argparse.Namespace) -> None:
 
 
 def require_folder(out: Path) -> None:
-    """Refuses an --out that can be no folder.
-
-    Raises:
-        UsageError: it is a file, or there is no folder to make it in.
-    """
+    """Refuses an --out that can be no folder."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file; --out is a folder")
     if not out.absolute().parent.is_dir():
