@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from resid_patching.cli.inputs import (
 )
 from resid_patching.cli.output import body_of, deliver
 from resid_patching.cli.progress import ROWS, Progress, join
-from resid_patching.cli.text import TextWindows, require_texts
+from resid_patching.cli.text import TextWindows, require_texts, windows_of
 from resid_patching.show.report import Facts, section, token_facts
 
 _WINDOW = 512
@@ -43,13 +43,13 @@ _KIND_FLAGS = {
     "resample": {
         "--source FILE !": f"where values come from: {_LIKE_TEXT}",
         "--pairing rowwise|shuffle = rowwise": "rowwise: prompt i takes the values of source i; "
-        "shuffle: of a drawn one, never its own",
+        "shuffle: of a source drawn at random, never its own",
         "--seed N": "the seed of the shuffle",
     },
 }
 
 
-def build_parser(prog: str) -> argparse.ArgumentParser:
+def build_parser(prog: str) -> Parser:
     """The flags of `ablate`, one sub-command a kind."""
     parser = Parser(
         prog=prog,
@@ -69,8 +69,8 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 def _flags(kind: str) -> dict[str, Any]:
     return {
         "targets TARGET*": "attn.6, mlp.0, 9.9 (a head), embed, resid_pre.6, 9.9.z, ...",
-        "--sweep heads|layers|streams": "also heads: every head; layers: every attention layer and "
-        "MLP; streams: every stream state",
+        "--sweep heads|layers|streams": "add targets: heads: every head; layers: every attention "
+        "layer and MLP; streams: every state of the stream",
         "--joint": "replace all targets together (unset: one at a time)",
         "--positions P|each": "replace at this position alone, from 0, or from the end if "
         "negative; each: at every position in turn (unset: at all together)",
@@ -89,7 +89,7 @@ def _flags(kind: str) -> dict[str, Any]:
     }
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Namespace) -> None:
     """Ablates the targets and prints what that did."""
     asked = _read(arguments)
     team, kept = join(arguments)
@@ -126,16 +126,10 @@ def run(arguments: argparse.Namespace) -> None:
         facts = _text_facts(windows, effect)
     else:
         effect, facts = parts[0], token_facts(groups[0][0].prompts.token_texts)
-    deliver(
-        arguments,
-        view,
-        effect.provenance,
-        f"Ablation ({effect.how})",
-        [section(effect, facts=facts, top=arguments.top)],
-        body=body_of(effect, **_known(effect, arguments), prompts=asked.prompts),
-        frame=effect.to_frame,
-        prompts=None if asked.prompts is None else {"prompt": asked.prompts},
-    )
+    title, part = f"Ablation ({effect.how})", section(effect, facts=facts, top=arguments.top)
+    body = body_of(effect, **_known(effect, arguments), prompts=asked.prompts)
+    shown = None if on_text else {"prompt": asked.prompts}
+    deliver(arguments, view, effect.provenance, title, [part], body, effect.to_frame, prompts=shown)
 
 
 def _text_facts(windows: TextWindows, effect: rp.Effect) -> Facts:
@@ -145,7 +139,7 @@ def _text_facts(windows: TextWindows, effect: rp.Effect) -> Facts:
     return (("text", (f"{windows.source}:", f"{cut}{start}")),)
 
 
-def _known(effect: rp.Effect, arguments: argparse.Namespace) -> dict[str, Any]:
+def _known(effect: rp.Effect, arguments: Namespace) -> dict[str, Any]:
     """What the command knew, for the JSON."""
     asked = ("text", "text_key", "reference", "over", "source", "pairing", "seed")
     known = {name: value for name, value in vars(arguments).items() if name in asked}
@@ -168,11 +162,9 @@ class _Asked:
     other: list[str] | None = None  # the lines of the reference or source
 
 
-def _read(arguments: argparse.Namespace) -> _Asked:
+def _read(arguments: Namespace) -> _Asked:
     if not arguments.targets and arguments.sweep is None:
-        raise UsageError(
-            "no target was given; name one, such as attn.6 or 9.9, or --sweep heads|layers|streams"
-        )
+        raise UsageError("no target was given; give one, such as attn.6 or 9.9, or --sweep heads")
     if arguments.kind == "resample":
         if arguments.pairing == "shuffle" and arguments.seed is None:
             raise UsageError("--pairing shuffle draws at random and needs a seed, such as --seed 0")
@@ -186,10 +178,7 @@ def _read(arguments: argparse.Namespace) -> _Asked:
         return _Asked(metric, prompts, answers, foils, read_lines(other) if other else None)
     refuse(arguments, "does not go with --text; give one of them", "prompt", "prompts")
     if arguments.positions == "each":
-        raise UsageError(
-            "--positions each goes with --prompt or --prompts; for a text give one position, or "
-            "none"
-        )
+        raise UsageError("--positions each goes with --prompt or --prompts, not with --text")
     answers, foils = arguments.answer, arguments.foil
     for name, given in (("answer", answers), ("foil", foils)):
         if given is not None and len(given) > 1:
@@ -202,7 +191,7 @@ def _read(arguments: argparse.Namespace) -> _Asked:
 
 
 def _of_prompts(
-    view: rp.ModelView, asked: _Asked, arguments: argparse.Namespace
+    view: rp.ModelView, asked: _Asked, arguments: Namespace
 ) -> tuple[rp.Run, rp.Run | None]:
     assert asked.prompts is not None
     bos = arguments.prepend_bos
@@ -210,21 +199,13 @@ def _of_prompts(
     return rp.capture(view, asked.prompts, prepend_bos=bos), other
 
 
-def _windows(view: rp.ModelView, arguments: argparse.Namespace, path: str) -> TextWindows:
-    return TextWindows(
-        view,
-        path,
-        arguments.length or min(_WINDOW, view.n_ctx),
-        arguments.prepend_bos,
-        arguments.limit,
-        whole=arguments.kind == "resample" or getattr(arguments, "over", None) == "batch",
-        text_key=arguments.text_key or "text",
-    )
+def _windows(view: rp.ModelView, arguments: Namespace, path: str) -> TextWindows:
+    length = arguments.length or min(_WINDOW, view.n_ctx)
+    aligned = arguments.kind == "resample" or getattr(arguments, "over", None) == "batch"
+    return windows_of(view, arguments, path, length, whole=aligned)
 
 
-def _of_text(
-    windows: TextWindows, arguments: argparse.Namespace
-) -> Iterator[tuple[rp.Run, rp.Run | None]]:
+def _of_text(windows: TextWindows, arguments: Namespace) -> Iterator[tuple[rp.Run, rp.Run | None]]:
     """Some windows of a text at a time, so that memory does not grow with it."""
     view, other, sources = windows.view, None, iter(())
     if arguments.kind == "mean":  # which streams over the reference and keeps nothing of it
@@ -238,14 +219,14 @@ def _of_text(
         yield captured, other
 
 
-def _source_of(ours: rp.Run, theirs: rp.Prompts | None, arguments: argparse.Namespace) -> rp.Run:
+def _source_of(ours: rp.Run, theirs: rp.Prompts | None, arguments: Namespace) -> rp.Run:
     """The source's windows that go with a group of the text's."""
     found = 0 if theirs is None else len(theirs)
     rowwise = arguments.pairing == "rowwise"
     if theirs is None or (rowwise and found < len(ours)):
         raise UsageError(
             f"{arguments.source} has fewer windows than {arguments.text}; give a longer source, "
-            "or --limit the windows"
+            "or fewer windows with --limit"
         )
     tokens = theirs.tokens[: len(ours)] if rowwise else theirs.tokens
     return rp.capture(ours.view, tokens.tolist())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from typing import Any
 
 import resid_patching as rp
 from resid_patching.cli.flags import PROMPTS, answer_flags
-from resid_patching.cli.frame import command_parser, load_model
+from resid_patching.cli.frame import Parser, command_parser, load_model
 from resid_patching.cli.inputs import read_prompts
 from resid_patching.cli.output import body_of, deliver
 from resid_patching.markup import quoted
@@ -16,7 +16,7 @@ from resid_patching.show.report import Facts, section, token_items
 _TOP_PREDICTIONS, _PROMPTS_SHOWN = 5, 4
 
 
-def build_parser(prog: str) -> argparse.ArgumentParser:
+def build_parser(prog: str) -> Parser:
     """The flags of `dla`."""
     unset = " (unset: the model's top prediction)", " (unset: the mean over the vocabulary)"
     return command_parser(
@@ -26,14 +26,14 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         {
             **PROMPTS,
             **answer_flags(*unset),
-            "--by component|head|neuron = head": "the grain of the rows",
+            "--by component|head|neuron = head": "what each row is",
             "--top N = 15": "rows shown",
             "--position P = -1": "the position scored, from 0, or from the end if negative",
         },
     )
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Namespace) -> None:
     """Attributes the prompts and shows what was found."""
     prompts, answers, foils = read_prompts(arguments)
     view = load_model(arguments)
@@ -48,16 +48,11 @@ def run(arguments: argparse.Namespace) -> None:
     )
     against = found.foil_texts or ("the vocabulary mean",) * len(prompts)
     columns = {"prompt": prompts, "answer": found.answer_texts, "against": against}
-    deliver(
-        arguments,
-        view,
-        found.provenance,
-        f"Direct logit attribution by {found.by}",
-        [section(found, facts=_facts(found, predictions), top=arguments.top)],
-        body=body_of(found, prompts=prompts, predictions=predictions),
-        frame=found.to_frame,
-        prompts={"prompt": prompts} if len(prompts) == 1 else columns,
-    )
+    shown = {"prompt": prompts} if len(prompts) == 1 else columns
+    title = f"Direct logit attribution by {found.by}"
+    part = section(found, facts=_facts(found, predictions), top=arguments.top)
+    body = body_of(found, prompts=prompts, predictions=predictions)
+    deliver(arguments, view, found.provenance, title, [part], body, found.to_frame, prompts=shown)
 
 
 def _predictions(run: rp.Run, position: int) -> list[list[dict[str, Any]]]:

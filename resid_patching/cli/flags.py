@@ -110,7 +110,7 @@ def positive(text: str) -> float:
     """A number above 0, as a flag's value."""
     value = float(text)
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return value
 
 
@@ -127,7 +127,7 @@ def given_text(argument: str) -> str:
 def file_name(name: str) -> str:
     """A name that a file can have."""
     if not name:
-        raise argparse.ArgumentTypeError("an empty name was given; give that of a file")
+        raise argparse.ArgumentTypeError("this is an empty name; give the name of a file")
     if "\0" in name:
         raise argparse.ArgumentTypeError(f"{name!r} has a NUL character; no file has such a name")
     try:
@@ -154,7 +154,7 @@ PROMPTS = {
 MODEL = {
     "--model NAME": "a hub name, a Hugging Face folder, or demo (unset: gpt2 where it can be "
     "loaded, else the shipped demo model)",
-    "--device NAME = cpu": "where the model goes",
+    "--device NAME = cpu": "the device that the model runs on",
     "--dtype float32|float64|bfloat16|float16 = float32": "dtype of the weights",
     "--processing raw|folded = raw": "weights as they are, or with TransformerLens's folding and "
     "centring",

@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 import warnings
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -57,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         return list(found)
 
     def _meant(self, message: str) -> str:
-        """The flag, command or choice that a mistyped one is near to; nothing where none is."""
+        """The flag, command or choice that was probably meant; nothing where none is near."""
         typed, known = "", []
         if message.startswith("unrecognized arguments: --"):
             typed, known = message.split()[2].partition("=")[0], self.flags()
@@ -104,7 +105,7 @@ def run_guarded(prog: str, command: Any, argv: Sequence[str]) -> int:
     """
     _prepare_streams()
     debug = "--debug" in argv
-    arguments = argparse.Namespace()
+    arguments = Namespace()
     try:
         try:
             arguments = command.build_parser(prog).parse_args(list(argv))
@@ -119,7 +120,7 @@ def run_guarded(prog: str, command: Any, argv: Sequence[str]) -> int:
     except KeyboardInterrupt as stop:
         return _fail(prog, ": ".join(["interrupted", *map(str, stop.args)]), INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our output has gone; leave without a word, as `head` expects.
+        # Nobody reads our output any more; end silently, as `head` expects.
         _drop_unwritten()
         return 0
     except LostProcessError as error:
@@ -127,7 +128,7 @@ def run_guarded(prog: str, command: Any, argv: Sequence[str]) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        # Of an error that comes later: the shipped model stood in for the one that was meant.
+        # A later error says so too where the shipped model stood in for the one that was meant.
         note = getattr(arguments, "stand_in", None)
         said = _told(error) + ("" if note is None else f" ({note})")
         expected = isinstance(error, ResidPatchingError | OSError)
@@ -145,7 +146,7 @@ def _told(error: Exception) -> str:
 
 
 def _drop_unwritten() -> bool:
-    """Drops what stdout cannot take, which Python would try again at exit; whether there is any."""
+    """Drops what stdout cannot take, or Python would try again at exit; says whether it did."""
     try:
         sys.stdout.flush()
         return False
@@ -157,7 +158,7 @@ def _drop_unwritten() -> bool:
 
 @contextlib.contextmanager
 def _ended_by_launcher() -> Iterator[None]:
-    """A launcher tells the other processes to end when one has: an error like any other."""
+    """A launcher ends the other processes when one has ended: that is an error like any other."""
     if not processes.launched():
         yield
         return
@@ -177,7 +178,7 @@ def _ended_by_launcher() -> Iterator[None]:
 
 
 def ignore_launcher() -> None:
-    """What a process says as it ends is not cut off by a launcher that tells it to."""
+    """From here on a launcher cannot end this process before it has said why it ends."""
     if processes.launched():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -258,8 +259,8 @@ def require_writable(*paths: str | None) -> None:
         raise UsageError(f"{given[0]} was given for two outputs; they need different names")
 
 
-def _require_files(arguments: argparse.Namespace) -> None:
-    """Refuses outputs that cannot be written or drawn, or that are files which are read."""
+def _require_files(arguments: Namespace) -> None:
+    """Refuses outputs that cannot be written or drawn, or that would replace an input."""
     flags = vars(arguments)
     outputs = {name: path for name in _OUTPUT_FILES if (path := flags.get(name)) is not None}
     if not _is_first():
@@ -283,7 +284,7 @@ def _require_files(arguments: argparse.Namespace) -> None:
 # The model
 
 
-def load_model(arguments: argparse.Namespace) -> ModelView:
+def load_model(arguments: Namespace) -> ModelView:
     """Loads the model that the flags ask for.
 
     Where the shipped model stands in for GPT-2, `arguments.stand_in` becomes the line that says so.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ METRICS = "logit-diff|logit|prob|loss|kl|top1-change"
 ANSWERED = ("logit-diff", "logit", "prob")  # those that score a token
 
 
-def refuse(arguments: argparse.Namespace, why: str, *flags: str) -> None:
+def refuse(arguments: Namespace, why: str, *flags: str) -> None:
     """Refuses flags that were given: the flag's name and `why` make the message."""
     for flag in flags:
         if (value := getattr(arguments, flag, None)) is not None and value is not False:
@@ -39,7 +39,7 @@ def read_lines(path: str) -> list[str]:
 
 
 def read_prompts(
-    arguments: argparse.Namespace,
+    arguments: Namespace,
 ) -> tuple[list[str], list[str] | None, list[str] | None]:
     """The prompts that the flags give, with an answer and a foil for each where given."""
     prompts, file = list(arguments.prompt or []), arguments.prompts
@@ -48,10 +48,8 @@ def read_prompts(
         rows = [line.split("\t") for line in read_lines(file)]
         columns = {len(row) for row in rows}
         if len(columns) > 1 or max(columns) > 3 or (max(columns) > 1 and prompts):
-            raise UsageError(
-                f"{file}: every line is a prompt, or prompt<TAB>answer, or "
-                "prompt<TAB>answer<TAB>foil, all alike"
-            )
+            like = "a prompt, or prompt<TAB>answer, or prompt<TAB>answer<TAB>foil"
+            raise UsageError(f"{file}: every line is {like}, all alike")
         given, *scored = map(list, zip(*rows, strict=True))
         prompts += given
         if scored:
@@ -62,7 +60,7 @@ def read_prompts(
     return prompts, spread("answer", answers, prompts), spread("foil", foils, prompts)
 
 
-def read_bare_prompts(arguments: argparse.Namespace) -> list[str]:
+def read_bare_prompts(arguments: Namespace) -> list[str]:
     """The prompts of a command that reads no answers."""
     prompts, answers, _ = read_prompts(arguments)
     if answers is not None:
@@ -89,13 +87,10 @@ def spread(name: str, given: list[str] | None, prompts: Sequence[str]) -> list[s
 
 def metric_name(asked: str | None, answers: Any, foils: Any) -> str:
     """The metric that flags ask for; unset, the logit difference of answer and foil."""
-    if asked is None:
-        if not (answers and foils):
-            raise UsageError(
-                "no metric was given; give --answer and --foil for their logit difference, or "
-                f"--metric {METRICS}"
-            )
+    if asked is None and answers and foils:
         return "logit-diff"
+    if asked is None:
+        raise UsageError(f"no metric was given; give --answer and --foil, or --metric {METRICS}")
     needs = {"answer": asked in ANSWERED, "foil": asked == "logit-diff"}
     for flag, given in (("answer", answers), ("foil", foils)):
         if needs[flag] and not given:

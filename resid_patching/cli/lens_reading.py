@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import resid_patching as rp
 from resid_patching.cli.flags import whole
@@ -15,10 +15,7 @@ from resid_patching.cli.inputs import read_prompts
 from resid_patching.cli.output import deliver
 from resid_patching.show import lens as shown
 from resid_patching.show.lens import Reading
-from resid_patching.show.report import Section, drawn, token_items
-
-if TYPE_CHECKING:
-    from resid_patching.show.report import Facts, Table
+from resid_patching.show.report import Facts, Section, Table, drawn, token_items
 
 _PROMPTS_SHOWN = 4
 
@@ -27,21 +24,17 @@ Asked = tuple[list[str], list[str] | None, list[str] | None]  # prompts, answers
 
 def place_flags(in_depth: str) -> dict[str, Any]:
     """The flags that say which positions are shown, with what is shown at one position."""
+    first = "the first position of the table, from 0 (unset: the last ones that fit)"
     return {
         "one of": {
-            "--position P": f"one position {in_depth}, from 0, or from the end if negative (unset: "
-            "a table of all)",
-            "--from": {
-                "dest": "first",
-                "type": whole,
-                "metavar": "P",
-                "help": "the table's first position, from 0 (unset: as many of the last as fit)",
-            },
+            "--position P": f"show one position {in_depth}, from 0, or from the end if negative "
+            "(unset: a table of all)",
+            "--from": {"dest": "first", "type": whole, "metavar": "P", "help": first},
         }
     }
 
 
-def read_asked(arguments: argparse.Namespace) -> Asked:
+def read_asked(arguments: Namespace) -> Asked:
     """The prompts that the flags give, and the tokens that are followed."""
     asked = read_prompts(arguments)
     if asked[2] is not None and asked[1] is None:
@@ -68,19 +61,18 @@ def beside(tuned: rp.LensReadout) -> rp.LensReadout:
 
 def describe(lens: rp.TunedLens, folder: str, model: rp.ModelView) -> str:
     """Which tuned lens this is, and whether it is of the model, for a line."""
-    about = [f"tuned lens from {folder}"]
+    about = f"tuned lens from {folder}"
     if lens.site != "resid_pre":
-        about.append(f"on {lens.site}")
+        about += f", on {lens.site}"
     fit = lens.record.get("fit", {})
     if "training_tokens" in fit:
-        tokens = f"{fit['training_tokens']:,} tokens"
-        about.append(f"fitted on {tokens}, {fit.get('steps_made', 0)} KL steps")
-    about.append(lens.mark(model).removeprefix(", ") or "checked against the model")
-    return ", ".join(about)
+        steps = fit.get("steps_made", 0)
+        about += f", fitted on {fit['training_tokens']:,} tokens, {steps} KL steps"
+    return about + (lens.mark(model) or ", checked against the model")
 
 
 def deliver_kl(
-    arguments: argparse.Namespace,
+    arguments: Namespace,
     view: rp.ModelView,
     origin: rp.Provenance,
     lens: rp.TunedLens,
@@ -105,19 +97,13 @@ def deliver_kl(
         draws=(drawn("kl_by_layer", columns, lens.labels, over=over),),
     )
     named = {name.replace(" ", "_"): values for name, values in columns.items()}
-    deliver(
-        arguments,
-        view,
-        origin,
-        "Logit and tuned lens by layer",
-        [part],
-        body={**body, "format": "resid_patching", "fingerprint": lens.fingerprint.as_dict()},
-        frame=lambda: pandas.DataFrame({"layer": lens.labels, **named}),
-    )
+    frame = pandas.DataFrame({"layer": lens.labels, **named})
+    body = {**body, "format": "resid_patching", "fingerprint": lens.fingerprint.as_dict()}
+    deliver(arguments, view, origin, "Logit and tuned lens by layer", [part], body, lambda: frame)
 
 
 def deliver_readings(
-    arguments: argparse.Namespace,
+    arguments: Namespace,
     captured: rp.Run,
     readouts: Mapping[str, rp.LensReadout],
     asked: Asked,
@@ -126,16 +112,10 @@ def deliver_readings(
     mean_kl: Table | None = None,
     compare: bool = False,
 ) -> None:
-    """Reads the prompts through one lens or two, writes the files and shows what they say.
+    """Reads the prompts through one lens or two, by name, and delivers what they say.
 
-    Args:
-        arguments: the flags.
-        captured: the run.
-        readouts: the lenses by name.
-        asked: prompts, answers and foils.
-        lens: the tuned lens, where there is one.
-        mean_kl: a table below.
-        compare: whether two lenses at one position are one table.
+    `lens` is the tuned one, `mean_kl` a table below; with `compare`, two lenses at one position
+    are one table.
     """
     import pandas
 
@@ -168,8 +148,8 @@ def deliver_readings(
         readings[0].kl.provenance,
         " and ".join(readouts).capitalize(),
         sections,
-        body={**first, **more},
-        frame=lambda: pandas.concat(frames),
+        {**first, **more},
+        lambda: pandas.concat(frames),
         prompts={"prompt": prompts},
         main=drawn("trajectory", *readouts.values()),
     )
@@ -180,7 +160,7 @@ def _of_prompt(
     frames: Sequence[Any],
     n: int,
     place: int | None,
-    arguments: argparse.Namespace,
+    arguments: Namespace,
     compare: bool,
 ) -> Section:
     """What the lenses say of one prompt: grids of all positions, or tables at one."""
@@ -215,8 +195,7 @@ def _of_all(readings: Sequence[Reading], frames: Sequence[Any], mean_kl: Table |
         facts=(("", f"... and {left} more prompts; --csv and --json write all"),) * (left > 0),
         caveats=tuple(caveats),
         tables=(cells,) if mean_kl is None else (mean_kl, cells),
-        draws=(
-            drawn("lens_by_layer", *readouts),
-            drawn("lens_by_layer", *readouts, quantity="entropy"),
+        draws=tuple(
+            drawn("lens_by_layer", *readouts, quantity=quantity) for quantity in ("kl", "entropy")
         ),
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+from argparse import Namespace
 from typing import Any
 
 import resid_patching as rp
 from resid_patching.cli.flags import PROMPTS, answer_flags
-from resid_patching.cli.frame import UsageError, command_parser, load_model
+from resid_patching.cli.frame import Parser, UsageError, command_parser, load_model
 from resid_patching.cli.inputs import refuse
 from resid_patching.cli.lens_reading import (
     beside,
@@ -19,7 +19,7 @@ from resid_patching.cli.lens_reading import (
 )
 
 
-def build_parser(prog: str) -> argparse.ArgumentParser:
+def build_parser(prog: str) -> Parser:
     """The flags of `logit-lens`."""
     return command_parser(
         prog,
@@ -31,7 +31,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
             **PROMPTS,
             **place_flags("in depth"),
             "--mid": "also read between attention and MLP of each layer",
-            "--layers-every N = 1": "read every so many layers; the last is always read",
+            "--layers-every N = 1": "read every Nth layer; the last is always read",
             "--top N = 5": "top tokens in depth and in files",
             "--lens FOLDER": "read through this tuned lens instead: ours, the tuned-lens "
             "package's, or demo",
@@ -41,7 +41,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     )
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Namespace) -> None:
     """Reads the prompts through the lens and prints what it says."""
     asked = read_asked(arguments)
     if arguments.lens is None:

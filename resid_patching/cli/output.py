@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import math
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +22,14 @@ _NOT_ASKED = ("json", "csv", "html", "png", "debug", "stand_in", "command")
 
 
 def deliver(
-    arguments: argparse.Namespace,
+    arguments: Namespace,
     view: rp.ModelView,
     origin: rp.Provenance,
     title: str,
     sections: Sequence[Section],
-    *,
     body: Mapping[str, Any],
     frame: Callable[[], pandas.DataFrame],
+    *,
     prompts: Mapping[str, Sequence[str] | None] | None = None,
     main: Callable[[], Any] | None = None,
 ) -> None:

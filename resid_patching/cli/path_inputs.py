@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,13 @@ from resid_patching.cli.progress import ROWS
 
 NAMED = ("IO", "S1", "S1+1", "S2")
 FLAGS = {
-    "senders SENDER*": "who writes: 9.9 (a head), attn.9, mlp.9, embed, ...",
-    "--sweep heads|layers": "also, as senders, heads: every head; layers: every attention layer "
-    "and MLP",
+    "senders SENDER*": "what writes: 9.9 (a head), attn.9, mlp.9, embed, ...",
+    "--sweep heads|layers": "add senders: heads: every head; layers: every attention layer and MLP",
     "--joint": "all senders together (unset: one at a time)",
     "path": {
-        "--to RECEIVER...": "who reads: logits, 10.0.q (or k, v), mlp.10.in, resid_pre.10 (or mid, "
-        "post); several are alternatives side by side",
-        "--to-sweep q|k|v|mlp": "also every receiver of this kind",
+        "--to RECEIVER...": "what receives: logits, 10.0.q (or k, v), mlp.10.in, resid_pre.10 (or "
+        "mid, post); several are alternatives side by side",
+        "--to-sweep q|k|v|mlp": "add every receiver of this kind",
         "--together": "all receivers are written together (unset: one at a time, side by side)",
         "--mlps freeze|recompute !": "freeze: MLPs between sender and receiver keep their values; "
         "recompute: they answer the change",
@@ -40,9 +39,9 @@ FLAGS = {
         "--using mean as many as the mean is taken over",
         "--pairs FILE": "tab-separated UTF-8 whose first line names base, source and, if any, "
         "answer and foil; or a .jsonl file with these keys",
-        "--indirect-object N": 'N pairs like "When Mary and John went to the store, John gave a '
-        'drink to"',
-        "--seed N": "seed of --indirect-object",
+        "--indirect-object N": 'draw N pairs like "When Mary and John went to the store, John gave '
+        'a drink to"',
+        "--seed N": "the seed that draws these pairs",
         "--corrupt names|swap": "with --indirect-object; names: three other names in the source; "
         "swap: the subject of the second clause swapped in the source",
     },
@@ -64,17 +63,12 @@ class Inputs:
     metric: str
 
 
-def read_inputs(arguments: argparse.Namespace) -> Inputs:
+def read_inputs(arguments: Namespace) -> Inputs:
     """Reads and checks the flags."""
     if not arguments.senders and arguments.sweep is None:
-        raise UsageError(
-            "no sender was given; name one, such as 9.9 or mlp.0, or --sweep heads|layers"
-        )
+        raise UsageError("no sender was given; give one, such as 9.9 or mlp.0, or --sweep heads")
     if not arguments.to and arguments.to_sweep is None:
-        raise UsageError(
-            "no receiver was given; name one, such as --to logits or --to 10.0.q, or "
-            "--to-sweep q|k|v|mlp"
-        )
+        raise UsageError("no receiver was given; give one, such as --to logits, or --to-sweep q")
     if arguments.rows is not None:
         refuse(arguments, "is computed anew each time and not kept by --rows", "linearised")
     if arguments.using == "mean" and arguments.over is None:
@@ -95,7 +89,7 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
     return Inputs(senders, receivers, pairs, _metric_of(arguments, pairs))
 
 
-def _require_one_set(arguments: argparse.Namespace) -> None:
+def _require_one_set(arguments: Namespace) -> None:
     """Refuses prompts from two places or from none, and flags that another place has."""
     flags = ("base", "pairs", "indirect_object")
     given = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(arguments, flag)]
@@ -115,51 +109,38 @@ def _require_one_set(arguments: argparse.Namespace) -> None:
         raise UsageError("--indirect-object draws prompts and needs --corrupt names or swap")
 
 
-def _given_pairs(arguments: argparse.Namespace) -> rp.PromptPairs:
+def _given_pairs(arguments: Namespace) -> rp.PromptPairs:
     """The prompts of flags or of a file, with an answer and a foil for each where given."""
-    if arguments.base:
-        return _typed_pairs(arguments)
-    pairs = rp.read_pairs(arguments.pairs)
-    if not (arguments.answer or arguments.foil):
-        return pairs
+    pairs = _typed_pairs(arguments) if arguments.base else rp.read_pairs(arguments.pairs)
     if pairs.answers is not None:
         why = f"was given, but {arguments.pairs} holds the answers"
         refuse(arguments, why, "answer", "foil")
+        return pairs
+    answers = spread("answer", arguments.answer, pairs.base)
     return dataclasses.replace(
-        pairs,
-        answers=spread("answer", arguments.answer, pairs.base),
-        foils=spread("foil", arguments.foil, pairs.base),
+        pairs, answers=answers, foils=spread("foil", arguments.foil, pairs.base)
     )
 
 
-def _typed_pairs(arguments: argparse.Namespace) -> rp.PromptPairs:
+def _typed_pairs(arguments: Namespace) -> rp.PromptPairs:
     base, source = arguments.base, arguments.source or []
     n, using = len(base), arguments.using
     what = "pair" if using == "resample" else "prompt"
     how = f"{n} given {what}{'s' * (n > 1)}"
+    how += f", {len(source)} for the mean" if using == "mean" else ""
     if using == "zero":
         refuse(arguments, "is not read by --using zero; leave it out, or give resample", "source")
-    elif using == "mean":
-        if not source:
-            raise UsageError(
-                "--using mean needs the prompts it is taken over; give --source for each"
-            )
-        how += f", {len(source)} for the mean"
-    elif n != len(source):
+    if using == "mean" and not source:
+        raise UsageError("--using mean needs the prompts it is taken over; give each as --source")
+    if using == "resample" and n != len(source):
         raise UsageError(
             f"--base was given {n} times and --source {len(source)} times; give one source for "
             "each base"
         )
-    return rp.PromptPairs(
-        base,
-        source if using == "resample" else base,
-        spread("answer", arguments.answer, base),
-        spread("foil", arguments.foil, base),
-        how=how,
-    )
+    return rp.PromptPairs(base, source if using == "resample" else base, how=how)
 
 
-def _metric_of(arguments: argparse.Namespace, pairs: rp.PromptPairs | None) -> str:
+def _metric_of(arguments: Namespace, pairs: rp.PromptPairs | None) -> str:
     """The metric's name; answers that come with the prompts may go unread."""
     asked = arguments.metric
     if pairs is None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import warnings
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import resid_patching as rp
 from resid_patching.cli.flags import position_or
-from resid_patching.cli.frame import UsageError, command_parser, load_model
+from resid_patching.cli.frame import Parser, UsageError, command_parser, load_model
 from resid_patching.cli.inputs import ANSWERED, new_kind, new_metric, with_swept
 from resid_patching.cli.output import body_of, deliver
 from resid_patching.cli.path_inputs import FLAGS, NAMED, Inputs, read_inputs
@@ -38,7 +38,7 @@ _WITHOUT = {
 }
 
 
-def build_parser(prog: str) -> argparse.ArgumentParser:
+def build_parser(prog: str) -> Parser:
     """The flags of `path-patch`."""
     return command_parser(
         prog,
@@ -52,7 +52,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     )
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Namespace) -> None:
     """Patches the paths and prints what that did."""
     inputs = read_inputs(arguments)
     team, kept = join(arguments)
@@ -67,38 +67,27 @@ def run(arguments: argparse.Namespace) -> None:
     found = _patch(view, pairs, inputs, arguments, team, kept(0))
     if found is None:
         return
-    effect, linearised = found.effect, found.linearised
-    more = {
-        "recovery": None if found.small_gap else found.recovery,
-        "linearised": None if linearised is None else effect.mean(linearised),
-    }
-    part = section(
-        effect,
-        facts=_facts(found, pairs, arguments),
-        caveats=_caveats(found, arguments),
-        more={name: _flat(values) for name, values in more.items() if values is not None},
-        top=arguments.top,
-    )
-
-    def frame() -> Any:
-        columns = {} if linearised is None else {"linearised": _flat(linearised)}
-        return effect.to_frame().assign(**columns)
-
+    effect, more, columns = found.effect, {}, {}
+    if found.recovery is not None and not found.small_gap:
+        more["recovery"] = found.recovery.flatten().tolist()
+    if found.linearised is not None:
+        more["linearised"] = effect.mean(found.linearised).flatten().tolist()
+        columns["linearised"] = found.linearised.flatten().tolist()
+    facts, caveats = _facts(found, pairs, arguments), _caveats(found, arguments)
+    part = section(effect, facts=facts, caveats=caveats, more=more, top=arguments.top)
     sources = None if found.sources is None else list(found.sources)[: len(pairs)]
+    shown = {"base": pairs.base, "source": sources}
+    body = body_of(effect, **_known(found, pairs, arguments))
     deliver(
         arguments,
         view,
         effect.provenance,
         "Path patching",
         [part],
-        body=body_of(effect, **_known(found, pairs, arguments)),
-        frame=frame,
-        prompts={"base": pairs.base, "source": sources},
+        body,
+        lambda: effect.to_frame().assign(**columns),
+        prompts=shown,
     )
-
-
-def _flat(values: Tensor) -> list[float]:
-    return values.detach().cpu().double().flatten().tolist()
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +111,7 @@ def _patch(
     view: rp.ModelView,
     pairs: rp.PromptPairs,
     inputs: Inputs,
-    arguments: argparse.Namespace,
+    arguments: Namespace,
     team: rp.Team,
     rows: Any,
 ) -> _Found | None:
@@ -163,7 +152,7 @@ def _patch(
     return _compared(found, rp.measure(source, metric))
 
 
-def _ends(view: rp.ModelView, inputs: Inputs, arguments: argparse.Namespace) -> Any:
+def _ends(view: rp.ModelView, inputs: Inputs, arguments: Namespace) -> Any:
     """The receivers together, or side by side."""
     swept = rp.inputs(view, arguments.to_sweep) if arguments.to_sweep else []
     ends = list(dict.fromkeys([*inputs.receivers, *swept]))
@@ -172,7 +161,7 @@ def _ends(view: rp.ModelView, inputs: Inputs, arguments: argparse.Namespace) -> 
     return ends if arguments.together or len(ends) == 1 else rp.receivers(*ends)
 
 
-def _places(arguments: argparse.Namespace, pairs: rp.PromptPairs) -> Any:
+def _places(arguments: Namespace, pairs: rp.PromptPairs) -> Any:
     asked = arguments.positions
     if asked in pairs.positions:
         return list(pairs.positions[asked])
@@ -192,11 +181,11 @@ def _compared(found: _Found, source: Tensor) -> _Found:
 # What is said beside the numbers
 
 
-def _where(arguments: argparse.Namespace) -> str:
+def _where(arguments: Namespace) -> str:
     return "all positions" if arguments.positions is None else str(arguments.positions)
 
 
-def _facts(found: _Found, pairs: rp.PromptPairs, arguments: argparse.Namespace) -> Facts:
+def _facts(found: _Found, pairs: rp.PromptPairs, arguments: Namespace) -> Facts:
     """Prompts and where they differ, what was changed, and the metric in both runs."""
     effect = found.effect
     facts: list[tuple[str, str | Sequence[str]]] = [
@@ -223,7 +212,7 @@ def _facts(found: _Found, pairs: rp.PromptPairs, arguments: argparse.Namespace) 
     return (*facts, ("kind", kind), ("at", _where(arguments)), (name, base))
 
 
-def _caveats(found: _Found, arguments: argparse.Namespace) -> tuple[str, ...]:
+def _caveats(found: _Found, arguments: Namespace) -> tuple[str, ...]:
     is_distance = found.effect.metric.startswith(("KL", "change"))
     sign = f"Sign: negative: {_WITHOUT[arguments.using]} the metric is lower, so in base the "
     said = {
@@ -245,7 +234,7 @@ def _caveats(found: _Found, arguments: argparse.Namespace) -> tuple[str, ...]:
     return tuple(line for line, holds in said.items() if holds)
 
 
-def _known(found: _Found, pairs: rp.PromptPairs, arguments: argparse.Namespace) -> dict[str, Any]:
+def _known(found: _Found, pairs: rp.PromptPairs, arguments: Namespace) -> dict[str, Any]:
     """What the command knew, for the JSON."""
     asked = ("using", "over", "mlps", "together", "seed", "corrupt")
     return {

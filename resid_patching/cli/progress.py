@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
 import resid_patching as rp
 
 ROWS = {
-    "--rows FILE": "keep each row in this file as it comes; where it holds rows of this sweep "
-    "already, continue from them"
+    "--rows FILE": "save each row to this file as soon as it is found; if the file already holds "
+    "rows of this sweep, continue from them"
 }
 
 
@@ -55,7 +55,7 @@ class Progress:
         return tick
 
 
-def join(arguments: argparse.Namespace) -> tuple[rp.Team, Callable[[int], Any]]:
+def join(arguments: Namespace) -> tuple[rp.Team, Callable[[int], Any]]:
     """The processes of this launch, and what tells `ablate` where the rows of a part are kept.
 
     The first process alone keeps rows. Those that are there are read before a model is loaded.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import math
+from argparse import ArgumentTypeError, Namespace
 
 import resid_patching as rp
 from resid_patching.cli.flags import PROMPTS
-from resid_patching.cli.frame import command_parser, load_model
+from resid_patching.cli.frame import Parser, command_parser, load_model
 from resid_patching.cli.inputs import read_bare_prompts
 from resid_patching.cli.output import body_of, deliver
 from resid_patching.show.report import Table, section, token_facts
@@ -17,7 +17,7 @@ from resid_patching.show.report import Table, section, token_facts
 _POSITIONS_SHOWN = 24
 
 
-def build_parser(prog: str) -> argparse.ArgumentParser:
+def build_parser(prog: str) -> Parser:
     """The flags of `stream`."""
     return command_parser(
         prog,
@@ -41,10 +41,10 @@ def _factor(text: str) -> float:
     with contextlib.suppress(ValueError):
         if math.isfinite(value := float(text)):
             return value
-    raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+    raise ArgumentTypeError(f"{text} is not a finite number")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Namespace) -> None:
     """Reports the running total and prints it."""
     import pandas
 
@@ -54,10 +54,9 @@ def run(arguments: argparse.Namespace) -> None:
     how = rp.Overwrite() if arguments.overwrite else None
     if arguments.write_scale is not None:
         how = rp.WriteScale(arguments.write_scale)
-    clean = main = rp.stream_report(captured, positions=arguments.positions)
+    reports = [rp.stream_report(captured, positions=arguments.positions)]
     if how is not None:
-        main = rp.stream_report(captured, how, positions=arguments.positions)
-    reports = [clean] if how is None else [main, clean]
+        reports.insert(0, rp.stream_report(captured, how, positions=arguments.positions))
     titles = [f"The running total, {each.how or 'clean'}" for each in reports]
     parts = [
         section(each, title=title if how else "")
@@ -67,8 +66,10 @@ def run(arguments: argparse.Namespace) -> None:
         parts[0] = dataclasses.replace(parts[0], caveats=())
     facts = (*token_facts(captured.prompts.token_texts), *parts[0].facts)
     parts[0] = dataclasses.replace(parts[0], facts=facts)
-    tables = (*parts[-1].tables, _survival(clean, main))
+    tables = (*parts[-1].tables, _survival(reports))
     parts[-1] = dataclasses.replace(parts[-1], tables=tables)
+    main, *clean = reports
+    body = body_of(main, prompts=prompts, clean=body_of(clean[0]) if clean else None)
     frames = [each.to_frame().assign(intervention=each.how or "none") for each in reports[::-1]]
     deliver(
         arguments,
@@ -76,16 +77,16 @@ def run(arguments: argparse.Namespace) -> None:
         main.provenance,
         titles[0],
         parts,
-        body=body_of(main, prompts=prompts, clean=None if how is None else body_of(clean)),
-        frame=lambda: pandas.concat(frames),
+        body,
+        lambda: pandas.concat(frames),
         prompts={"prompt": prompts},
     )
 
 
-def _survival(clean: rp.StreamReport, main: rp.StreamReport) -> Table:
+def _survival(reports: list[rp.StreamReport]) -> Table:
     """Cosine of the last state with the start, prompt by prompt and position by position."""
-    frame = clean.survivals().rename(columns={"survival": "clean"})
-    if main is not clean:
-        frame["changed"] = main.survivals()["survival"]
+    frame = reports[-1].survivals().rename(columns={"survival": "clean"})
+    if len(reports) > 1:
+        frame["changed"] = reports[0].survivals()["survival"]
     bar = str(frame.columns[-1])
     return Table(frame, "survival: cos(start, last state)", bar=bar, top=_POSITIONS_SHOWN)

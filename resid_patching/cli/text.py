@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,7 +138,7 @@ class TextWindows:
 
     @property
     def _has_offsets(self) -> bool:
-        """Whether texts can be cut and joined; else one is taken as one block."""
+        """Whether a text can be tokenized in blocks; otherwise it is one block."""
         return getattr(self.view.tokenizer, "is_fast", False)
 
     # The file as documents
@@ -168,11 +169,19 @@ class TextWindows:
             raise UsageError(f"{self.path} is not UTF-8 text; save it as UTF-8") from None
 
 
+def windows_of(
+    view: rp.ModelView, arguments: Namespace, path: str, length: int, *, whole: bool = False
+) -> TextWindows:
+    """The windows of a file, cut as flags say."""
+    key = arguments.text_key or "text"
+    return TextWindows(view, path, length, arguments.prepend_bos, arguments.limit, whole, key)
+
+
 def require_texts(paths: Iterable[str], text_key: str | None) -> None:
     """Refuses text files that cannot be read, before anything is loaded."""
     paths = list(paths)
     if text_key is not None and not any(map(has_rows, paths)):
-        raise UsageError(f"--text-key is for a .jsonl file, but {paths[0]} is a text as it is")
+        raise UsageError(f"--text-key is for a .jsonl file, but {paths[0]} is a plain text")
     for path in paths:
         require_prose(path)
         if not Path(path).is_file():

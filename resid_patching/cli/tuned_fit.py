@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import re
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ _SETTINGS = (
 _DATASET = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def fit(arguments: argparse.Namespace) -> None:
+def fit(arguments: Namespace) -> None:
     """Fits a lens, writes it and prints its validation KL by layer.
 
     Of several processes, the first alone reads, writes and prints.
@@ -51,7 +51,7 @@ def fit(arguments: argparse.Namespace) -> None:
             return
         if _lenses(out) != before:
             raise UsageError(
-                f"{out} was given a lens by another process meanwhile, which was not replaced; "
+                f"another process has written a lens to {out} meanwhile, and it was not replaced; "
                 "give each fit an --out of its own"
             )
         lens.save(out)
@@ -67,7 +67,7 @@ def fit(arguments: argparse.Namespace) -> None:
 # What was asked
 
 
-def _checked(arguments: argparse.Namespace) -> bool:
+def _checked(arguments: Namespace) -> bool:
     """Whether --text names a dataset, once nothing stands in the way of the fit."""
     import torch
 
@@ -81,7 +81,7 @@ def _checked(arguments: argparse.Namespace) -> bool:
     return is_dataset
 
 
-def _is_dataset(arguments: argparse.Namespace) -> bool:
+def _is_dataset(arguments: Namespace) -> bool:
     """Whether --text names a dataset; a file comes first."""
     name, path = arguments.text[0], Path(arguments.text[0])
     held = [] if arguments.validation is None else [arguments.validation]
@@ -109,15 +109,14 @@ def _require_out(out: Path, resumes: bool) -> None:
         raise UsageError(f"{out} holds no unfinished fit; leave out --resume to begin one")
     if unfinished and not resumes:
         raise UsageError(
-            f"{out} holds an unfinished fit; --resume goes on with it, and to begin anew give "
-            "another --out, or remove it"
+            f"{out} holds an unfinished fit; continue it with --resume, or give another --out"
         )
     if not unfinished and _lenses(out):
         raise UsageError(f"{out} holds a lens already; give another --out, or remove it")
 
 
 def _lenses(out: Path) -> list[tuple[str, int, int]]:
-    """The lens files in a folder, each as it is on the disk: another one there shows."""
+    """The lens files in a folder, with what tells whether one of them was replaced."""
     from resid_patching.lens import checkpoint, legacy
 
     paths = [out / name for name in (checkpoint.PARAMS, legacy.PARAMS)]
@@ -126,22 +125,22 @@ def _lenses(out: Path) -> list[tuple[str, int, int]]:
 
 
 def _files(paths: list[str]) -> list[Any]:
-    """What the files hold, a text each; files of rows are read row by row when wanted."""
+    """The text of each file; files of rows are read later, row by row."""
     return [Path(path) if has_rows(path) else read_text(path) for path in paths]
 
 
-def _dataset(arguments: argparse.Namespace) -> Any:
+def _dataset(arguments: Namespace) -> Any:
     """The rows of a Hugging Face dataset, as they come."""
     name, split = arguments.text[0], arguments.split or "train"
     try:
         import datasets
-
-        return datasets.load_dataset(name, arguments.dataset_config, split=split, streaming=True)
     except ImportError:
         raise UsageError(
             f"{name} is no file here; to read it as a Hugging Face dataset, install the package "
             "datasets"
         ) from None
+    try:
+        return datasets.load_dataset(name, arguments.dataset_config, split=split, streaming=True)
     except Exception as error:  # whatever the hub, the network or a dataset's files raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(
@@ -159,14 +158,12 @@ def _what_is_left(out: Path, steps: int) -> str:
     if about is not None:
         return (
             f"{out} holds the fit as of step {about['step']} of {steps}; the same command with "
-            "--resume goes on with it"
+            "--resume continues it"
         )
     return f"{out} holds the lens, finished" if _lenses(out) else "nothing was written"
 
 
-def _deliver(
-    view: rp.ModelView, lens: rp.TunedLens, arguments: argparse.Namespace, team: rp.Team
-) -> None:
+def _deliver(view: rp.ModelView, lens: rp.TunedLens, arguments: Namespace, team: rp.Team) -> None:
     from resid_patching.prompts import prepare
     from resid_patching.result import provenance
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from typing import Any
 
 from resid_patching.cli import tuned_fit, tuned_use
@@ -22,7 +22,7 @@ _ACTIONS = {
     "eval": ("its KL by layer on a text, beside the logit lens's", tuned_use.evaluate),
     "show": ("compare logit and tuned lens on a prompt", tuned_use.show),
     "convert": (
-        "other weights (raw, centred) or another format, where that is exact",
+        "move a lens to other weights (raw, centred) or another format, if that is exact",
         tuned_use.convert,
     ),
 }
@@ -51,15 +51,15 @@ _FLAGS: dict[str, dict[str, Any]] = {
             "--steps N = 100": "KL steps; 0 for the regression alone",
             "--step-tokens N = 256": "positions of each layer in a step",
             "--step-windows N = 2": "windows that a step runs",
-            "--optimizer muon|adam|sgd = muon": "of the KL steps",
+            "--optimizer muon|adam|sgd = muon": "the optimizer of the KL steps",
             "--rate R": "learning rate (unset: the optimizer's own)",
             "--products float32|bfloat16 = float32": "precision of the large matrix products of a "
             "step; bfloat16 is faster where the processor has it",
             "--site resid_pre|resid_mid|attn_out|mlp_out = resid_pre": "what the lens reads at "
             "each layer",
-            "--seed N = 0": "of every draw",
+            "--seed N = 0": "the seed of every draw",
             "--resume": "continue the unfinished fit that is in --out",
-            "--save-every N = 20": "steps between writes of the unfinished fit",
+            "--save-every N = 20": "steps after which the unfinished fit is saved again",
         },
     },
     "eval": {
@@ -85,7 +85,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_parser(prog: str) -> argparse.ArgumentParser:
+def build_parser(prog: str) -> Parser:
     """The flags of `tuned-lens`, one sub-command each."""
     parser = Parser(
         prog=prog,
@@ -108,7 +108,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Namespace) -> None:
     """Does what was asked."""
     _, act = _ACTIONS[arguments.action]
     act(arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from resid_patching.cli.lens_reading import (
     read_asked,
     require_lens,
 )
-from resid_patching.cli.text import TextWindows, require_texts
+from resid_patching.cli.text import TextWindows, require_texts, windows_of
 from resid_patching.show.lens import kl_table
 from resid_patching.show.text import console, print_line
 
@@ -27,7 +27,7 @@ _WINDOWS_AT_ONCE = 8
 # eval
 
 
-def evaluate(arguments: argparse.Namespace) -> None:
+def evaluate(arguments: Namespace) -> None:
     """Prints the KL of logit and tuned lens by layer on a text."""
     require_lens(arguments.lens)
     require_texts([arguments.text], arguments.text_key)
@@ -35,14 +35,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     lens = rp.TunedLens.load(arguments.lens, view)
     own = int(lens.record.get("fit", {}).get("window", 256))
     length = arguments.length or min(own, view.n_ctx)
-    windows = TextWindows(
-        view,
-        arguments.text,
-        length,
-        arguments.prepend_bos,
-        arguments.limit,
-        text_key=arguments.text_key or "text",
-    )
+    windows = windows_of(view, arguments, arguments.text, length)
     columns, n_tokens, origin = _measure(view, lens, windows)
     # What the fit found on its own held-out tokens, where the file says so.
     found = lens.record.get("validation", {})
@@ -95,14 +88,14 @@ def _measure(
             n_tokens += sum(len(row) - 1 for row in some)
             bar.update(len(some))
     if n_tokens == 0:
-        raise UsageError(f"{windows.path} holds one token; a lens is measured after the first")
+        raise UsageError(f"{windows.path} has one token; a lens is measured from the second on")
     return {name: (total / n_tokens).tolist() for name, total in sums.items()}, n_tokens, origin
 
 
 # show
 
 
-def show(arguments: argparse.Namespace) -> None:
+def show(arguments: Namespace) -> None:
     """Shows logit and tuned lens on prompts, one beside the other."""
     asked = read_asked(arguments)
     require_lens(arguments.lens)
@@ -115,8 +108,8 @@ def show(arguments: argparse.Namespace) -> None:
     if arguments.position is None:
         kl = [readout.kl.values[:-1].cpu().double() for readout in readouts.values()]
         means = [values.nanmean((1, 2)).tolist() for values in kl]
-        title = "KL(final || lens) in nats, mean over all "
-        title += f"{sum(captured.prompts.lengths)} positions"
+        n = sum(captured.prompts.lengths)
+        title = f"KL(final || lens) in nats, mean over all {n} positions"
         columns: dict[str, list[float]] = {"logit lens": means[0], "tuned": means[1]}
         mean_kl = kl_table(title, columns, lens.labels)
     deliver_readings(arguments, captured, readouts, asked, lens=lens, mean_kl=mean_kl, compare=True)
@@ -125,7 +118,7 @@ def show(arguments: argparse.Namespace) -> None:
 # convert
 
 
-def convert(arguments: argparse.Namespace) -> None:
+def convert(arguments: Namespace) -> None:
     """Writes a lens for other weights of its model, or in another format."""
     require_lens(arguments.lens)
     out, is_theirs = Path(arguments.out), arguments.to == "tuned-lens"
