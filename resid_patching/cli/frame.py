@@ -221,21 +221,21 @@ def _quiet_libraries(debug: bool) -> Iterator[None]:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # A transformers that was imported earlier has not seen the environment.
-    transformers = sys.modules.get("transformers")
-    bars: Any = transformers.utils.logging if transformers and not debug else None
-    hidden = bars is not None and bars.is_progress_bar_enabled()
+    transformers = None if debug else sys.modules.get("transformers")
+    bars: Any = transformers and transformers.utils.logging
+    bars = bars if bars and bars.is_progress_bar_enabled() else None
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         warnings.showwarning = show
         try:
-            if bars is not None and hidden:
+            if bars:
                 bars.disable_progress_bar()
             if not debug:
                 logging.disable(logging.WARNING)
             yield
         finally:
             logging.disable(logging.NOTSET)
-            if bars is not None and hidden:
+            if bars:
                 bars.enable_progress_bar()
 
 
