@@ -156,8 +156,7 @@ def test_ridge_alone_steps_alone_other_sites_and_validation(capsys, tmp_path, mo
     flags = ["--no-ridge", "--steps", "2", "--step-tokens", "8", "--optimizer", "sgd"]
     flags += ["--site", "mlp_out", "--validation", text, "--out", tmp_path / "b"]
     out = found_by(capsys, "fit", *base, *flags)
-    assert "ridge" not in rows_of(out)["mean"]
-    assert "on mlp_out" in " ".join(out.split())  # the line is broken where a long path ends
+    assert "ridge" not in rows_of(out)["mean"] and "on mlp_out" in " ".join(out.split())
     found = rp.TunedLens.load(tmp_path / "b", loaded)
     assert found.site == "mlp_out" and found.record["fit"]["optimizer"] == "sgd"
 
@@ -214,7 +213,7 @@ def test_an_interrupted_fit_goes_on_to_the_unbroken_fit(
     monkeypatch.setattr(resume, "save", save)
 
     code, _, err = run(capsys, *broken)
-    assert code == 2 and "holds an unfinished fit; --resume goes on with it" in err
+    assert code == 2 and "holds an unfinished fit; continue it with --resume" in err
     code, _, err = run(capsys, *broken, "--resume", "--seed", "1")
     assert code == 2 and "seed = 0, but this one has 1" in err
     found_by(capsys, *broken, "--resume")
@@ -325,17 +324,6 @@ def test_show_without_a_position_is_two_tables_and_the_mean_kl(capsys, model, lo
     shown = [float(row["logit lens"]) for label, row in rows.items() if label != "mean"]
     assert shown == pytest.approx(expected, abs=2e-4)
     assert "neither beliefs nor causes" in out and "not what causes what" in out
-    assert "standard error" not in out
-
-
-def test_show_of_several_prompts_gives_standard_errors_over_them(capsys, model, loaded, folder):
-    prompts = [PROMPT, "the dog"]
-    given = [part for prompt in prompts for part in ("--prompt", prompt)]
-    rows = rows_of(found_by(capsys, "show", "--model", model, "--lens", folder, *given))
-    table = rp.logit_lens(rp.capture(loaded, prompts)).kl.table()[:-1]
-    errors = [float(row["se logit"]) for label, row in rows.items() if label != "mean"]
-    assert errors == pytest.approx(table["se"].tolist(), abs=2e-4)
-    assert float(rows["mean"]["se tuned"]) > 0
 
 
 # convert
@@ -400,7 +388,7 @@ FIT = ["fit", "--out", "new"]
         ([*FIT, "--text", "TEXT", "--split", "train"], "--split is for a dataset"),
         ([*FIT, "--text", "TEXT", "--validation", "no.txt"], "no.txt does not exist"),
         ([*FIT, "--text", "TEXT", "--steps", "-1"], "-1 is below 0"),
-        ([*FIT, "--text", "TEXT", "--rate", "0"], "0 is no number above 0"),
+        ([*FIT, "--text", "TEXT", "--rate", "0"], "0 is not a number above 0"),
         ([*FIT, "--text", "TEXT", "--optimizer", "lion"], "invalid choice: 'lion'"),
         ([*FIT, "--text", "TEXT", "--resume"], "holds no unfinished fit"),
         (["fit", "--text", "TEXT", "--out", "TEXT"], "is a file; --out is a folder"),
