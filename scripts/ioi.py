@@ -85,15 +85,13 @@ def run(arguments: argparse.Namespace) -> None:
         from resid_patching.plots import require_plotly
 
         require_plotly()
-    model, stand_in = load_model(arguments)
+    view = load_model(arguments)
 
     import ioi_report
     from ioi_study import study
 
-    from resid_patching import ModelView
     from resid_patching.files import write_text
 
-    view = ModelView(model)
     found = study(
         view,
         _pairs(view, arguments),
@@ -102,10 +100,10 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         prepend_bos=arguments.prepend_bos,
     )
-    report = ioi_report.report(found, top=arguments.top, stand_in=stand_in)
+    report = ioi_report.report(found, top=arguments.top, stand_in=arguments.stand_in)
     flags = {f"--{n.replace('_', '-')}": value for n, value in _flags(arguments).items()}
     files = {
-        arguments.json: lambda: as_json(found, arguments, stand_in),
+        arguments.json: lambda: as_json(found, arguments),
         arguments.html: lambda: page_of(report, flags).html(),
     }
     texts = {path: text() for path, text in files.items() if path is not None}
@@ -132,10 +130,10 @@ def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(arguments).items() if name not in others}
 
 
-def as_json(found: Study, arguments: argparse.Namespace, stand_in: str | None) -> str:
+def as_json(found: Study, arguments: argparse.Namespace) -> str:
     """All numbers; each part that is a result is readable by its own `from_json`."""
-    body = {"format": "resid_patching", "version": 1, "kind": "ioi", "stand_in": stand_in}
-    body |= {"flags": _flags(arguments), "prompts": _prompts(found)}
+    body = {"format": "resid_patching", "version": 1, "kind": "ioi"}
+    body |= {"stand_in": arguments.stand_in, "flags": _flags(arguments), "prompts": _prompts(found)}
     body["baseline"] = {
         "base": found.base.tolist(),
         "source": found.source.tolist(),

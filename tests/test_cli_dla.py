@@ -136,7 +136,7 @@ def test_help_answers_at_once_and_without_torch():
         (["--prompt", "x", "--top", "0"], "1 or more"),
         ([], "no prompt was given"),
         (["--prompts", "no-such-file.txt"], "no-such-file.txt"),
-        (["--prompts", "."], "cannot be read"),
+        (["--prompts", "."], ".: Is a directory"),
         (["--prompt", "x", "--model", "./no-such-model"], "no model folder"),
         (["--prompt", "x", "--model", "no-such/model"], "neither a folder nor in the local cache"),
         (["--prompt", PROMPT, "--model", "demo", "--position", "99"], "position 99"),

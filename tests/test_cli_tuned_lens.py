@@ -214,7 +214,7 @@ def test_an_interrupted_fit_goes_on_to_the_unbroken_fit(
     monkeypatch.setattr(resume, "save", save)
 
     code, _, err = run(capsys, *broken)
-    assert code == 2 and "holds an unfinished fit; --resume goes on with it" in err
+    assert code == 2 and "holds an unfinished fit; continue it with --resume" in err
     code, _, err = run(capsys, *broken, "--resume", "--seed", "1")
     assert code == 2 and "seed = 0, but this one has 1" in err
     found_by(capsys, *broken, "--resume")
@@ -400,7 +400,7 @@ FIT = ["fit", "--out", "new"]
         ([*FIT, "--text", "TEXT", "--split", "train"], "--split is for a dataset"),
         ([*FIT, "--text", "TEXT", "--validation", "no.txt"], "no.txt does not exist"),
         ([*FIT, "--text", "TEXT", "--steps", "-1"], "-1 is below 0"),
-        ([*FIT, "--text", "TEXT", "--rate", "0"], "0 is no number above 0"),
+        ([*FIT, "--text", "TEXT", "--rate", "0"], "0 is not a number above 0"),
         ([*FIT, "--text", "TEXT", "--optimizer", "lion"], "invalid choice: 'lion'"),
         ([*FIT, "--text", "TEXT", "--resume"], "holds no unfinished fit"),
         (["fit", "--text", "TEXT", "--out", "TEXT"], "is a file; --out is a folder"),

@@ -14,7 +14,7 @@ import zoo_lens
 import resid_patching as rp
 from resid_patching import files
 from resid_patching import result as results
-from resid_patching.cli import main, tuned_fit
+from resid_patching.cli import main
 from resid_patching.errors import (
     LensFormatError,
     LensMismatchError,
@@ -296,17 +296,17 @@ def test_a_lens_that_another_process_wrote_meanwhile_is_not_replaced(
     text = tmp_path / "text.txt"
     text.write_text(zoo.CORPUS, encoding="utf-8")
     out, folder = tmp_path / "lens", str(zoo.text_folder())
-    real = tuned_fit._fit
+    real = rp.fit_tuned_lens
 
-    def meanwhile(view, *rest):
+    def meanwhile(view, texts, **options):
         zoo_lens.random_lens(view, seed=7).save(out)
-        return real(view, *rest)
+        return real(view, texts, **options)
 
-    monkeypatch.setattr(tuned_fit, "_fit", meanwhile)
+    monkeypatch.setattr(rp, "fit_tuned_lens", meanwhile)
     argv = ["tuned-lens", "fit", "--model", folder, "--text", str(text), "--out", str(out)]
     argv += ["--steps", steps, "--length", "16", "--tokens", "64", "--validation-tokens", "32"]
     assert main([*argv, "--optimizer", "adam"]) == 2
-    assert "was given a lens by another process meanwhile" in capsys.readouterr().err
+    assert "another process has written a lens to" in capsys.readouterr().err
     model = rp.load(folder)
     expected = zoo_lens.random_lens(model, seed=7).weight
     assert torch.equal(rp.TunedLens.load(out, model).weight, expected)

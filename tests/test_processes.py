@@ -170,7 +170,7 @@ def test_a_killed_process_ends_the_command_with_one_line(fitted):
     assert code != 0 and seconds < 60 and out == ""
     lines = [line for line in err.splitlines() if line.startswith("resid-patching")]
     assert len(lines) == 1 and "process 0 of 2" in lines[0]
-    assert "the fit as of step 4 of 10; the same command with --resume goes on" in lines[0]
+    assert "the fit as of step 4 of 10; the same command with --resume continues it" in lines[0]
     about, _ = resume.read(folder / "killed")
     assert about is not None and about["step"] == 4
     assert [path.name for path in (folder / "killed").iterdir()] == [resume.STATE]

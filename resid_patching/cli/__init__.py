@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 from resid_patching.cli import completion
 from resid_patching.cli.frame import Parser, run_guarded
@@ -37,19 +38,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in COMMANDS:
         command = importlib.import_module(f"resid_patching.cli.{argv[0].replace('-', '_')}")
         return run_guarded(f"resid-patching {argv[0]}", command, argv[1:])
+    if argv == ["--completion"]:
+        sys.stdout.write(completion.script(COMMANDS))
+        return 0
+    alone = SimpleNamespace(build_parser=_build_parser, run=lambda _: None)
+    return run_guarded("resid-patching", alone, argv)
+
+
+def _build_parser(prog: str) -> Parser:
     parser = Parser(
-        prog="resid-patching",
+        prog=prog,
         description="What did this part of the model do? Analyses of the residual stream.",
         epilog="Each command explains itself: resid-patching COMMAND --help",
     )
     names = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, text in COMMANDS.items():
         names.add_parser(name, help=text)
-    if argv == ["--completion"]:
-        sys.stdout.write(completion.script(COMMANDS))
-        return 0
     parser.add_argument(
         "--completion", action="store_true", help="print a script that completes in bash and zsh"
     )
     parser.add_argument("--version", action="version", version=f"resid-patching {__version__}")
-    return run_guarded("resid-patching", None, argv, parser)
+    return parser

@@ -2,87 +2,60 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import TYPE_CHECKING, Any
+from argparse import Namespace
+from typing import Any
 
-from resid_patching.cli.flags import add_flags
-from resid_patching.cli.frame import Parser, add_model_flags, add_output_flags, load_model
-from resid_patching.cli.inputs import (
-    add_answer_flags,
-    add_prompt_flags,
-    read_prompts,
-)
-from resid_patching.cli.output import body_of, deliver, model_text, require_files
+import resid_patching as rp
+from resid_patching.cli.flags import PROMPTS, answer_flags
+from resid_patching.cli.frame import Parser, command_parser, load_model
+from resid_patching.cli.inputs import read_prompts
+from resid_patching.cli.output import body_of, deliver
 from resid_patching.markup import quoted
-
-if TYPE_CHECKING:
-    from resid_patching.attribution import Attribution
-    from resid_patching.run import Run
-    from resid_patching.show.report import Facts
+from resid_patching.show.report import Facts, section, token_items
 
 _TOP_PREDICTIONS, _PROMPTS_SHOWN = 5, 4
 
 
-def build_parser(prog: str) -> argparse.ArgumentParser:
+def build_parser(prog: str) -> Parser:
     """The flags of `dla`."""
-    parser = Parser(
-        prog=prog,
-        description="What each component of the model wrote directly towards the answer and "
-        "against the foil. The rows sum to the model's own logit difference.",
-    )
-    add_prompt_flags(parser)
-    add_answer_flags(
-        parser,
-        answer="unset: the model's top prediction",
-        foil="unset: the mean over the vocabulary",
-    )
-    add_flags(
-        parser,
+    unset = " (unset: the model's top prediction)", " (unset: the mean over the vocabulary)"
+    return command_parser(
+        prog,
+        "What each component of the model wrote directly towards the answer and against the foil. "
+        "The rows sum to the model's own logit difference.",
         {
-            "--by component|head|neuron = head": "the grain of the rows",
+            **PROMPTS,
+            **answer_flags(*unset),
+            "--by component|head|neuron = head": "what each row is",
             "--top N = 15": "rows shown",
             "--position P = -1": "the position scored, from 0, or from the end if negative",
         },
     )
-    add_model_flags(parser)
-    add_output_flags(parser)
-    return parser
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Namespace) -> None:
     """Attributes the prompts and shows what was found."""
     prompts, answers, foils = read_prompts(arguments)
-    require_files(arguments)
-    model, stand_in = load_model(arguments)
-
-    from resid_patching.attribution import direct_logit_attribution
-    from resid_patching.run import capture
-    from resid_patching.show.html import texts_frame
-    from resid_patching.show.report import Document, section
-
-    captured = capture(model, prompts, prepend_bos=arguments.prepend_bos)
+    view = load_model(arguments)
+    captured = rp.capture(view, prompts, prepend_bos=arguments.prepend_bos)
     predictions = _predictions(captured, arguments.position)
-    if answers is None:
-        answers = [row[0]["id"] for row in predictions]
-    found = direct_logit_attribution(
-        captured, answers, foils, by=arguments.by, positions=arguments.position
+    found = rp.direct_logit_attribution(
+        captured,
+        answers or [row[0]["id"] for row in predictions],
+        foils,
+        by=arguments.by,
+        positions=arguments.position,
     )
     against = found.foil_texts or ("the vocabulary mean",) * len(prompts)
     columns = {"prompt": prompts, "answer": found.answer_texts, "against": against}
-    report = Document(
-        title=f"Direct logit attribution by {found.by}, {found.provenance.model}",
-        origin=found.provenance,
-        model=model_text(captured.view, found.provenance),
-        sections=(section(found, facts=_facts(found, predictions), top=arguments.top),),
-        prompts=texts_frame({"prompt": prompts} if len(prompts) == 1 else columns),
-        stand_in=stand_in,
-    )
-    known = {"command": "dla", "stand_in": stand_in, "prompts": prompts}
-    body = body_of(found, **known, predictions=predictions)
-    deliver(arguments, report, body=body, frame=found.to_frame)
+    shown = {"prompt": prompts} if len(prompts) == 1 else columns
+    title = f"Direct logit attribution by {found.by}"
+    part = section(found, facts=_facts(found, predictions), top=arguments.top)
+    body = body_of(found, prompts=prompts, predictions=predictions)
+    deliver(arguments, view, found.provenance, title, [part], body, found.to_frame, prompts=shown)
 
 
-def _predictions(run: Run, position: int) -> list[list[dict[str, Any]]]:
+def _predictions(run: rp.Run, position: int) -> list[list[dict[str, Any]]]:
     """For each prompt, the most probable next tokens."""
     from resid_patching.tokens import token_text
 
@@ -97,10 +70,8 @@ def _predictions(run: Run, position: int) -> list[list[dict[str, Any]]]:
     ]
 
 
-def _facts(found: Attribution, predictions: list[list[dict[str, Any]]]) -> Facts:
+def _facts(found: rp.Attribution, predictions: list[list[dict[str, Any]]]) -> Facts:
     """The first prompts: tokens, what the model says next, and what is scored."""
-    from resid_patching.show.report import token_items
-
     facts: list[Any] = []
     for number, texts in enumerate(found.token_texts[:_PROMPTS_SHOWN]):
         position = int(found.position_index[number, 0])

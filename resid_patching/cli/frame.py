@@ -1,4 +1,4 @@
-"""What every command shares: flags, guarded running, output files, loading."""
+"""What every command shares: its parser, guarded running, checks of files, and loading a model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from resid_patching import processes
-from resid_patching.cli.flags import add_flags
+from resid_patching.cli.flags import MODEL, OUTPUT, Flags, add_flags, file_name
 from resid_patching.errors import (
     HubUnreachableError,
     LostProcessError,
@@ -26,22 +27,13 @@ from resid_patching.errors import (
 )
 from resid_patching.markup import printable
 
+if TYPE_CHECKING:
+    from resid_patching.models import ModelView
+
 BAD_INPUT, UNEXPECTED, INTERRUPTED = 2, 1, 130
 _LONGEST_MESSAGE = 1000
 _INPUT_FILES = ("prompts", "text", "validation", "reference", "source", "pairs")
 _OUTPUT_FILES = ("json", "csv", "html", "png", "rows")
-
-
-class Command(Protocol):
-    """A command's module."""
-
-    def build_parser(self, prog: str) -> argparse.ArgumentParser:
-        """Its flags."""
-        ...
-
-    def run(self, arguments: argparse.Namespace) -> None:
-        """Parses nothing, prints, and writes the files asked for."""
-        ...
 
 
 class UsageError(ResidPatchingError, ValueError):
@@ -53,9 +45,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints one line to stderr and exits with 2."""
-        near = self._meant(message)
-        meant = f"; did you mean {near}?" if near else ""
-        _fail(self.prog, f"{message}{meant} (see {self.prog} --help)", BAD_INPUT)
+        _fail(self.prog, f"{message}{self._meant(message)} (see {self.prog} --help)", BAD_INPUT)
         self.exit(BAD_INPUT)
 
     def flags(self) -> list[str]:
@@ -68,49 +58,61 @@ class Parser(argparse.ArgumentParser):
         return list(found)
 
     def _meant(self, message: str) -> str:
-        """The flag, command or choice that a mistyped one is near to; nothing where none is."""
+        """The flag, command or choice that was probably meant; nothing where none is near."""
+        typed, known = "", []
         if message.startswith("unrecognized arguments: --"):
-            typed = message.split()[2].partition("=")[0]
-            near = difflib.get_close_matches(typed, self.flags(), 1)
-            return near[0] if near else ""
-        if chosen := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            choices = re.findall(r"[\w.,-]+", chosen[2].replace(", ", " "))
-            near = difflib.get_close_matches(chosen[1], choices, 1)
-            return near[0] if near else ""
-        return ""
+            typed, known = message.split()[2].partition("=")[0], self.flags()
+        elif chosen := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            typed = chosen[1]
+            known = re.findall(r"[\w.,-]+", chosen[2].replace(", ", " "))
+        near = difflib.get_close_matches(typed, known, 1)
+        return f"; did you mean {near[0]}?" if near else ""
 
     def print_help(self, file: Any = None) -> None:
         """Prints the help; unlike argparse's own, it does not hide that this failed."""
         (file or sys.stdout).write(self.format_help())
 
 
-def run_guarded(
-    prog: str, command: Any, argv: Sequence[str], parser: argparse.ArgumentParser | None = None
-) -> int:
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say which model, where and in what state."""
+    add_flags(parser, {"model": MODEL}, model=file_name)
+
+
+def add_command_flags(parser: argparse.ArgumentParser, own: Flags, **types: Any) -> None:
+    """Adds a command's own flags, and those of the model and of output."""
+    add_flags(parser, own, **types)
+    add_model_flags(parser)
+    add_flags(parser, {"output": OUTPUT})
+    parser.set_defaults(command=parser.prog.removeprefix("resid-patching "))
+
+
+def command_parser(
+    prog: str, description: str, own: Flags, *, epilog: str | None = None, **types: Any
+) -> Parser:
+    """The parser of a command with flags of its own."""
+    parser = Parser(prog=prog, description=description, epilog=epilog)
+    add_command_flags(parser, own, **types)
+    return parser
+
+
+# Running
+
+
+def run_guarded(prog: str, command: Any, argv: Sequence[str]) -> int:
     """Runs a command; errors become one line on stderr and an exit code.
 
-    Args:
-        prog: how messages call the command.
-        command: the command's module, or None to parse alone.
-        argv: its arguments.
-        parser: the parser where there is no command.
-
-    Returns:
-        The exit code.
+    The command has `build_parser(prog)`, and `run(arguments)`, which prints and writes.
     """
     _prepare_streams()
     debug = "--debug" in argv
-    arguments = argparse.Namespace()
+    arguments = Namespace()
     try:
         try:
-            arguments = (parser or command.build_parser(prog)).parse_args(list(argv))
+            arguments = command.build_parser(prog).parse_args(list(argv))
         except SystemExit as stop:
             sys.stdout.flush()
             return stop.code if isinstance(stop.code, int) else UNEXPECTED
-        if command is None:
-            return 0
-        _require_file_names(arguments)
-        _require_inputs_kept(arguments)
+        _require_files(arguments)
         with _quiet_libraries(debug), _ended_by_launcher():
             command.run(arguments)
         sys.stdout.flush()
@@ -118,31 +120,33 @@ def run_guarded(
     except KeyboardInterrupt as stop:
         return _fail(prog, ": ".join(["interrupted", *map(str, stop.args)]), INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our output has gone; leave without a word, as `head` expects.
+        # Nobody reads our output any more; end silently, as `head` expects.
         _drop_unwritten()
         return 0
     except LostProcessError as error:
         return _fail(prog, str(error), UNEXPECTED)
-    except (ResidPatchingError, OSError) as error:
-        if debug:
-            traceback.print_exc()
-        lost = "standard output cannot be written: " if _drop_unwritten() else ""
-        return _fail(prog, f"{lost}{error}{_stand_in(arguments)}", BAD_INPUT)
     except Exception as error:
         if debug:
             traceback.print_exc()
-        told = f"{type(error).__name__}: {error} (--debug shows where)"
-        return _fail(prog, f"{told}{_stand_in(arguments)}", UNEXPECTED)
+        # A later error says so too where the shipped model stood in for the one that was meant.
+        note = getattr(arguments, "stand_in", None)
+        said = _told(error) + ("" if note is None else f" ({note})")
+        expected = isinstance(error, ResidPatchingError | OSError)
+        return _fail(prog, said, BAD_INPUT if expected else UNEXPECTED)
 
 
-def _stand_in(arguments: argparse.Namespace) -> str:
-    """What an error says further where the shipped model stood in for the one that was meant."""
-    note = getattr(arguments, "stand_in", None)
-    return "" if note is None else f" ({note})"
+def _told(error: Exception) -> str:
+    lost = "standard output cannot be written: " if _drop_unwritten() else ""
+    match error:
+        case OSError(filename=str(name), strerror=str(why)):
+            return f"{lost}{name}: {why}"
+        case ResidPatchingError() | OSError():
+            return f"{lost}{error}"
+    return f"{type(error).__name__}: {error} (--debug shows where)"
 
 
 def _drop_unwritten() -> bool:
-    """Drops what stdout cannot take, which Python would try again at exit; whether there is any."""
+    """Drops what stdout cannot take, or Python would try again at exit; says whether it did."""
     try:
         sys.stdout.flush()
         return False
@@ -153,8 +157,8 @@ def _drop_unwritten() -> bool:
 
 
 @contextlib.contextmanager
-def _ended_by_launcher() -> Any:
-    """A launcher tells the other processes to end when one has: an error like any other."""
+def _ended_by_launcher() -> Iterator[None]:
+    """A launcher ends the other processes when one has ended: that is an error like any other."""
     if not processes.launched():
         yield
         return
@@ -163,7 +167,7 @@ def _ended_by_launcher() -> Any:
         ignore_launcher()
         raise LostProcessError(
             f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']} was told to end: another "
-            "has ended, or the launcher was stopped. What was saved is whole."
+            "has ended, or the launcher was stopped. Files that were saved are complete."
         )
 
     signal.signal(signal.SIGTERM, end)
@@ -174,9 +178,13 @@ def _ended_by_launcher() -> Any:
 
 
 def ignore_launcher() -> None:
-    """What a process says as it ends is not cut off by a launcher that tells it to."""
+    """From here on a launcher cannot end this process before it has said why it ends."""
     if processes.launched():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _fail(prog: str, message: str, code: int) -> int:
@@ -193,102 +201,49 @@ def _fail(prog: str, message: str, code: int) -> int:
 
 
 def _prepare_streams() -> None:
-    """Characters that a terminal or pipe cannot show become escapes instead of a crash.
-
-    A stream that was closed before the start (`>&-`) swallows what is written to it.
-    """
+    """Characters that a terminal or pipe cannot show become escapes instead of a crash."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        if getattr(sys, name) is None:  # closed before the start: `>&-`
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError, OSError):
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+            getattr(sys, name).reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager
-def _quiet_libraries(debug: bool) -> Any:
-    """Our own warnings as one line each; those of libraries only with --debug."""
+def _quiet_libraries(debug: bool) -> Iterator[None]:
+    """Our own warnings as one line each; what libraries say only with --debug."""
 
     def show(message: Any, category: type[Warning], *_rest: Any) -> None:
-        ours = issubclass(category, ResidPatchingWarning) and os.environ.get("RANK", "0") == "0"
-        if debug or ours:
+        if debug or (issubclass(category, ResidPatchingWarning) and _is_first()):
             print(f"warning: {printable(' '.join(str(message).split()))}", file=sys.stderr)
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if not debug:
-        logging.disable(logging.WARNING)
+    # A transformers that was imported earlier has not seen the environment.
+    transformers = sys.modules.get("transformers")
+    bars: Any = transformers.utils.logging if transformers and not debug else None
+    hidden = bars is not None and bars.is_progress_bar_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         warnings.showwarning = show
         try:
-            with contextlib.nullcontext() if debug else _no_loading_bars():
-                yield
+            if bars is not None and hidden:
+                bars.disable_progress_bar()
+            if not debug:
+                logging.disable(logging.WARNING)
+            yield
         finally:
             logging.disable(logging.NOTSET)
+            if bars is not None and hidden:
+                bars.enable_progress_bar()
 
 
-@contextlib.contextmanager
-def _no_loading_bars() -> Any:
-    """Bars of a transformers that was imported before the environment could silence it."""
-    transformers = sys.modules.get("transformers")
-    bars = None if transformers is None else transformers.utils.logging
-    if bars is None or not bars.is_progress_bar_enabled():
-        yield
-        return
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        bars.enable_progress_bar()
-
-
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say which model, where and in what state."""
-    group = parser.add_argument_group("model")
-    add_flags(
-        group,
-        {
-            "--model NAME": "a hub name, a Hugging Face folder, or demo (unset: gpt2 where it can "
-            "be loaded, else the shipped demo model)",
-            "--device NAME = cpu": "where the model goes",
-            "--dtype float32|float64|bfloat16|float16 = float32": "dtype of the weights",
-            "--processing raw|folded = raw": "weights as they are, or with TransformerLens's "
-            "folding and centring",
-            "--backend auto|hooked|bridge = auto": "HookedTransformer or TransformerBridge; auto: "
-            "the first that can",
-        },
-    )
-    group.add_argument(
-        "--no-bos",
-        dest="prepend_bos",
-        action="store_false",
-        default=None,
-        help="do not put a beginning-of-sequence token before the prompts",
-    )
-
-
-def add_output_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags for files and debugging."""
-    add_flags(
-        parser.add_argument_group("output"),
-        {
-            "--json FILE": "write the whole result as JSON",
-            "--csv FILE": "write the whole result as CSV, long form",
-            "--html FILE": "write one HTML page: pictures, and a table that sorts",
-            "--png FILE": "write the main picture (needs kaleido)",
-            "--debug": "show tracebacks and library warnings",
-        },
-    )
+# Files
 
 
 def require_writable(*paths: str | None) -> None:
-    """Refuses output files that cannot be written, before anything is computed.
-
-    Raises:
-        UsageError: a folder is missing, a folder stands in the way, or it cannot be written.
-    """
+    """Refuses output files that cannot be written, before anything is computed."""
     given = [Path(path) for path in paths if path is not None]
     for path in given:
         if path.is_dir():
@@ -297,67 +252,48 @@ def require_writable(*paths: str | None) -> None:
             raise UsageError(f"{path} cannot be written: there is no folder {path.parent}")
         if path.exists() and not os.access(path, os.W_OK):
             raise UsageError(f"{path} cannot be written: it is read-only")
-        if not _is_special(path) and not os.access(path.parent, os.W_OK):
+        is_special = path.exists() and not path.is_file()  # a pipe, or a device such as /dev/null
+        if not is_special and not os.access(path.parent, os.W_OK):
             raise UsageError(f"{path} cannot be written: no permission in {path.parent}")
     if len(set(map(os.path.realpath, given))) < len(given):
         raise UsageError(f"{given[0]} was given for two outputs; they need different names")
 
 
-def _is_special(path: Path) -> bool:
-    """Whether it is a pipe or a device, such as /dev/null: nothing is made beside it."""
-    return path.exists() and not path.is_file()
-
-
-def _require_file_names(arguments: argparse.Namespace) -> None:
-    """Refuses names that no file has."""
+def _require_files(arguments: Namespace) -> None:
+    """Refuses outputs that cannot be written or drawn, or that would replace an input."""
     flags = vars(arguments)
-    of_files = (*_INPUT_FILES, *_OUTPUT_FILES, "model", "lens", "out")
-    for name, path in ((flag, path) for flag in of_files for path in _names(flags.get(flag))):
-        if not path and name != "model":
-            raise UsageError(f"--{name} was given an empty name; give that of a file")
-        if "\0" in path:
-            raise UsageError(f"--{name} {path!r} holds a NUL character; no file has such a name")
-        try:
-            os.fsencode(path)
-        except UnicodeEncodeError:
-            raise UsageError(f"--{name} {path!r} is not text that a file's name can be") from None
-
-
-def _require_inputs_kept(arguments: argparse.Namespace) -> None:
-    """Refuses to write a result over a file that the command reads."""
-    flags = vars(arguments)
-    read = {
-        os.path.realpath(path): name
-        for name in _INPUT_FILES
-        for path in _names(flags.get(name))
-        if Path(path).is_file()
-    }
-    for name in _OUTPUT_FILES:
-        path = flags.get(name)
-        if path is not None and (source := read.get(os.path.realpath(path))) is not None:
+    outputs = {name: path for name in _OUTPUT_FILES if (path := flags.get(name)) is not None}
+    if not _is_first():
+        return
+    require_writable(*outputs.values())
+    inputs = {}
+    for name in _INPUT_FILES:
+        given = flags.get(name)
+        for path in given if isinstance(given, list) else [given]:
+            if isinstance(path, str) and Path(path).is_file():  # in a script it may be a number
+                inputs[os.path.realpath(path)] = name
+    for name, path in outputs.items():
+        if source := inputs.get(os.path.realpath(path)):
             raise UsageError(f"--{name} {path} is the file that --{source} reads; give another")
+    if "png" in outputs:
+        from resid_patching.plots import require_renderer
+
+        require_renderer()
 
 
-def _names(given: Any) -> list[str]:
-    """The names of files that a flag gives; elsewhere one of its name may give a number."""
-    several = given if isinstance(given, list) else [given]
-    return [path for path in several if isinstance(path, str)]
+# The model
 
 
-def load_model(arguments: argparse.Namespace) -> tuple[Any, str | None]:
+def load_model(arguments: Namespace) -> ModelView:
     """Loads the model that the flags ask for.
 
-    Returns:
-        The model, and a line that says so where the shipped model stands in for GPT-2.
-
-    Raises:
-        UsageError: an impossible device.
-        ResidPatchingError: the model cannot be loaded.
+    Where the shipped model stands in for GPT-2, `arguments.stand_in` becomes the line that says so.
     """
     import torch
 
-    from resid_patching.models import load
+    from resid_patching.models import ModelView, load
 
+    arguments.stand_in = None
     try:
         torch.empty(0, device=arguments.device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -370,13 +306,12 @@ def load_model(arguments: argparse.Namespace) -> tuple[Any, str | None]:
         "backend": arguments.backend,
     }
     if arguments.model is not None:
-        return load(arguments.model, **options), None
+        return ModelView(load(arguments.model, **options))
     try:
-        return load("gpt2", **options), None
+        return ModelView(load("gpt2", **options))
     except HubUnreachableError:
-        note = (
+        arguments.stand_in = (
             "no --model was given and gpt2 is neither cached nor reachable: this is the shipped "
             "demo model, trained on a toy language"
         )
-        arguments.stand_in = note  # for errors that come later
-        return load("demo", **options), note
+        return ModelView(load("demo", **options))

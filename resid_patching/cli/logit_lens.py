@@ -2,106 +2,76 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from argparse import Namespace
+from typing import Any
 
-from resid_patching.cli.flags import add_flags
-from resid_patching.cli.frame import (
-    Parser,
-    UsageError,
-    add_model_flags,
-    add_output_flags,
-    load_model,
-)
-from resid_patching.cli.inputs import add_answer_flags, add_prompt_flags, read_prompts
+import resid_patching as rp
+from resid_patching.cli.flags import PROMPTS, answer_flags
+from resid_patching.cli.frame import Parser, UsageError, command_parser, load_model
+from resid_patching.cli.inputs import refuse
 from resid_patching.cli.lens_reading import (
-    add_place_flags,
     beside,
     deliver_readings,
-    every,
-    require_answers,
+    place_flags,
+    read_asked,
     require_lens,
 )
-from resid_patching.cli.output import require_files
-
-if TYPE_CHECKING:
-    from resid_patching.lens.tuned import TunedLens
-    from resid_patching.run import Run
 
 
-def build_parser(prog: str) -> argparse.ArgumentParser:
+def build_parser(prog: str) -> Parser:
     """The flags of `logit-lens`."""
-    parser = Parser(
-        prog=prog,
-        description="Reads every state of the stream through the model's own final norm and "
-        "unembedding: what the model would say next if it stopped there. The norm is recomputed "
-        "at each layer. This is not what the model believes midway (earlier states are not what "
-        "the unembedding was trained on), and says nothing of causes.",
-    )
-    add_prompt_flags(parser)
-    _add_view_flags(parser)
-    add_answer_flags(parser)
-    add_model_flags(parser)
-    add_output_flags(parser)
-    return parser
-
-
-def _add_view_flags(parser: argparse.ArgumentParser) -> None:
-    add_place_flags(parser, "in depth")
-    add_flags(
-        parser,
+    return command_parser(
+        prog,
+        "Reads every state of the stream through the model's own final norm and unembedding: what "
+        "the model would say next if it stopped there. The norm is recomputed at each layer. This "
+        "is not what the model believes midway (earlier states are not what the unembedding was "
+        "trained on), and says nothing of causes.",
         {
+            **PROMPTS,
+            **place_flags("in depth"),
             "--mid": "also read between attention and MLP of each layer",
-            "--layers-every N = 1": "read every so many layers; the last is always read",
+            "--layers-every N = 1": "read every Nth layer; the last is always read",
             "--top N = 5": "top tokens in depth and in files",
             "--lens FOLDER": "read through this tuned lens instead: ours, the tuned-lens "
             "package's, or demo",
             "--beside": "with --lens: also the logit lens, for comparison",
+            **answer_flags(),
         },
     )
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Namespace) -> None:
     """Reads the prompts through the lens and prints what it says."""
-    asked = read_prompts(arguments)
-    require_answers(*asked[1:])
-    _require_flags(arguments)
-    require_files(arguments)
-    model, stand_in = load_model(arguments)
-
-    from resid_patching.run import capture
-
-    captured = capture(model, asked[0], prepend_bos=arguments.prepend_bos)
-    lens, readouts = _readouts(captured, arguments)
-    deliver_readings(captured, readouts, asked, arguments, lens=lens, stand_in=stand_in)
-
-
-def _require_flags(arguments: argparse.Namespace) -> None:
+    asked = read_asked(arguments)
     if arguments.lens is None:
         if arguments.beside:
             raise UsageError("--beside sets the logit lens beside a --lens FOLDER; none was given")
-        return
-    if arguments.mid:
-        raise UsageError(
-            "--mid does not go with --lens: a tuned lens reads the states that it was fitted on"
-        )
-    require_lens(arguments.lens)
-
-
-def _readouts(
-    captured: Run, arguments: argparse.Namespace
-) -> tuple[TunedLens | None, dict[str, Any]]:
-    from resid_patching.lens.logit import logit_lens
-
-    stride = arguments.layers_every
+    else:
+        why = "does not go with --lens: a tuned lens reads the states that it was fitted on"
+        refuse(arguments, why, "mid")
+        require_lens(arguments.lens)
+    captured = rp.capture(load_model(arguments), asked[0], prepend_bos=arguments.prepend_bos)
+    lens, readouts = None, {}
     if arguments.lens is None:
-        plain = logit_lens(captured, mid=arguments.mid, stride=stride)
-        return None, {"logit lens": plain}
-    from resid_patching.lens.tuned import TunedLens
+        options = {"mid": arguments.mid, "stride": arguments.layers_every}
+        readouts["logit lens"] = rp.logit_lens(captured, **options)
+    else:
+        lens = rp.TunedLens.load(arguments.lens, captured.view)
+        tuned = lens(captured)
+        if arguments.beside:
+            readouts["logit lens"] = _every(arguments.layers_every, beside(tuned))
+        readouts["tuned lens"] = _every(arguments.layers_every, tuned)
+    deliver_readings(arguments, captured, readouts, asked, lens=lens)
 
-    lens = TunedLens.load(arguments.lens, captured.view)
-    tuned = lens(captured)
-    found = {"tuned lens": every(tuned, stride)}
-    if arguments.beside:
-        found = {"logit lens": every(beside(tuned, captured), stride), **found}
-    return lens, found
+
+def _every(stride: int, readout: rp.LensReadout) -> rp.LensReadout:
+    """A lens's first row, every so many after it, and always the last."""
+    last, translate = len(readout.rows) - 1, readout.translate
+    kept = [number for number in range(last + 1) if number % stride == 0 or number == last]
+
+    def moved(row: int, states: Any) -> Any:
+        return states if translate is None else translate(kept[row], states)
+
+    rows = tuple(readout.rows[number] for number in kept)
+    return dataclasses.replace(readout, rows=rows, translate=moved, _memo={})

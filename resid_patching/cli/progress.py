@@ -1,27 +1,27 @@
-"""The progress bar of long work."""
+"""Long sweeps: their progress bar, the processes that share them, and the file of their rows."""
 
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from resid_patching.run import Run
+import resid_patching as rp
+
+ROWS = {
+    "--rows FILE": "save each row to this file as soon as it is found; if the file already holds "
+    "rows of this sweep, continue from them"
+}
 
 
 class Progress:
-    """A bar on stderr over (target, prompt) pairs; off when stderr is no terminal.
-
-    Args:
-        shown: whether it is this process that shows it.
-    """
+    """A bar on stderr over (target, prompt) pairs; off when stderr is no terminal."""
 
     def __init__(self, *, shown: bool = True) -> None:
         self.shown = shown
         self.bar: Any = None
         self.n_prompts = 0
-        self.done = 0
 
     def __enter__(self) -> Progress:
         from tqdm import tqdm
@@ -38,7 +38,7 @@ class Progress:
         """Sets how many prompts there are, or about are, in all."""
         self.n_prompts = n_prompts
 
-    def ticker(self, run: Run, n_variants: int) -> Callable[[int], None]:
+    def ticker(self, run: rp.Run, n_variants: int) -> Callable[[int], None]:
         """What an ablation of a run's prompts calls when variants of a chunk are done."""
         from resid_patching.rerun.engine import prompt_chunks
 
@@ -53,3 +53,21 @@ class Progress:
             self.bar.update(n * chunks[chunk])
 
         return tick
+
+
+def join(arguments: Namespace) -> tuple[rp.Team, Callable[[int], Any]]:
+    """The processes of this launch, and what tells `ablate` where the rows of a part are kept.
+
+    The first process alone keeps rows. Those that are there are read before a model is loaded.
+    """
+    from resid_patching.ablation import Rows
+    from resid_patching.rows import RowFile
+
+    team, opened = rp.team(), []
+
+    def read() -> None:
+        if arguments.rows is not None:
+            opened.append(RowFile(arguments.rows))
+
+    team.first(read)
+    return team, lambda part: Rows(opened[0], part) if opened else None
