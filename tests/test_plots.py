@@ -1,11 +1,13 @@
 """Pictures: they show the numbers of the frame they come from, and nothing where there is none."""
 
+import base64
 import dataclasses
 import html
 import itertools
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 import zoo
@@ -41,9 +43,26 @@ def made_up(values, rows, columns):
     return Result(values, axes, "logits", ORIGIN)
 
 
+def data(figure):
+    """The traces of a figure as its JSON has them, numbers as lists, None where there is none."""
+    return plain(json.loads(figure.to_json())["data"])
+
+
+def plain(value):
+    if isinstance(value, dict) and "bdata" in value:
+        numbers = np.frombuffer(base64.b64decode(value["bdata"]), np.dtype(value["dtype"]))
+        shape = value.get("shape", str(len(numbers)))
+        return plain(numbers.reshape([int(n) for n in shape.split(",")]).tolist())
+    if isinstance(value, dict):
+        return {name: plain(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [plain(part) for part in value]
+    return None if value != value else value
+
+
 def read_back(figure):
     """The numbers of a heat map by (row, column), as a reader would hover over them."""
-    body = json.loads(figure.to_json())["data"][0]
+    body = data(figure)[0]
     return {
         (y, x): body["z"][i][j] for i, y in enumerate(body["y"]) for j, x in enumerate(body["x"])
     }
@@ -110,7 +129,7 @@ def test_zero_is_the_middle_of_the_scale_and_nan_is_no_part_of_it():
     colours = scale_colours(figure, "diverging")
     assert len(colours) % 2 == 1 and colours[len(colours) // 2] == "#ffffff"
     assert read_back(figure)["1", "0"] is None and read_back(figure)["0", "1"] == 0
-    assert json.loads(figure.to_json())["data"][1]["z"] == [[None, None], [0, None]]
+    assert data(figure)[1]["z"] == [[None, None], [0, None]]
     assert {colour for _, colour in absent.colorscale}.isdisjoint(colours)
     assert absent.text[1][0] == "×" and "grey ×: no value" in title(figure)
 
@@ -265,10 +284,6 @@ def test_what_cannot_be_drawn_is_refused(base, swept, edges):
 # Further pictures
 
 
-def data(figure):
-    return json.loads(figure.to_json())["data"]
-
-
 @pytest.fixture(scope="module")
 def attributed(base):
     return rp.direct_logit_attribution(base, " the", " a", by="head")
@@ -303,7 +318,7 @@ def test_targets_at_each_position_in_turn_are_a_grid(base):
     shown = read_back(plots.show(effect))
     assert len(shown) == means.numel()
     for (target, place), value in shown.items():
-        known = float(means[effect.targets.index(target), int(place)])
+        known = float(means[effect.targets.index(target), int(place.split()[0])])
         assert (value is None) == (known != known)
         assert value is None or value == pytest.approx(known, abs=1e-7)
     with pytest.raises(ValueError, match="choose one position first"):
@@ -330,7 +345,7 @@ def test_bars_of_effects_show_the_largest_targets(swept):
     assert [trace["name"] for trace in traces] == list(means.columns)
     order = means["total"].abs().sort_values(ascending=False).index[:5].tolist()
     for trace in traces:
-        assert trace["customdata"] == order
+        assert trace["y"] == order
         assert trace["x"] == pytest.approx(means.loc[order, trace["name"]].tolist(), abs=1e-7)
 
 
@@ -346,9 +361,9 @@ def test_the_accumulated_sum_ends_at_the_model_whatever_the_grain(base):
     ends = []
     for by in ("component", "head", "neuron"):
         found = rp.direct_logit_attribution(base, " the", " a", by=by)
-        parts, line = data(plots.accumulated(found))
+        line, parts = data(plots.accumulated(found))
         assert line["y"][-1] == pytest.approx(float(found.model_value.mean()), abs=1e-4)
-        assert parts["customdata"][-1] == "constants"
+        assert parts["x"][-1] == "constants"
         ends.append(parts["y"])
     whole = rp.direct_logit_attribution(base, " the", " a").values[:, :, 0].mean(1)
     for parts in ends:
@@ -399,7 +414,7 @@ def test_bars_of_means_over_prompts_carry_standard_errors(swept, attributed):
     expected = values.std(-1, correction=1) / values.shape[-1] ** 0.5
     assert list(drawn.error_x.array[:3]) == pytest.approx(expected.tolist())
     (total, *_) = plots.effect_bars(swept, top=2).data
-    places = [swept.targets.index(name) for name in total.customdata]
+    places = [swept.targets.index(name) for name in total.y]
     values = swept.total[places].double()
     expected = values.std(-1, correction=1) / values.shape[-1] ** 0.5
     assert list(total.error_x.array) == pytest.approx(expected.tolist())
@@ -436,8 +451,8 @@ def test_attention_is_drawn_with_tokens_and_without_the_future():
 def test_lenses_by_layer_show_their_means(lenses):
     (line,) = data(plots.lens_by_layer(lenses))
     means = lenses.kl.values.double().nanmean((1, 2)).tolist()
-    assert line["y"] == pytest.approx(means, abs=1e-7) and line["customdata"][-1] == "resid_post.2"
-    ticks = plots.lens_by_layer(lenses).layout.xaxis.ticktext
+    assert line["y"] == pytest.approx(means, abs=1e-7) and line["x"][-1] == "resid_post.2"
+    ticks = plots.lens_by_layer(lenses).layout.xaxis.tickvals
     assert ticks[-1] == "resid_post.2"
 
 
@@ -450,7 +465,7 @@ def test_lines_and_grids_leave_a_gap_where_there_is_no_number(lenses):
 
 def test_a_path_diagram_shows_the_largest_paths(edges):
     traces = data(plots.path_diagram(edges, top=3))
-    (numbers,) = [t for t in traces if t.get("customdata")]
+    (numbers,) = [t for t in traces if t["mode"] == "markers"]
     frame = edges.to_frame().dropna(subset=["value"])
     frame["indirect"] = frame["value"] - frame["direct"]
     means = frame.groupby(["target", "receiver"])[["value", "direct", "indirect"]].mean()
@@ -471,9 +486,13 @@ def test_the_stream_shows_its_summary(base):
     report = rp.stream_report(base)
     frame = report.table()
     columns = ("mean_stream_norm", "mean_write_norm", "mean_share", "mean_cosine")
-    for trace, column in zip(data(plots.stream(report)), columns, strict=True):
+    traces = data(plots.stream(report))
+    drawn = {(trace["name"], trace["customdata"][0][0].split()[0]): trace for trace in traces}
+    stream, write = "stream after the write", "the write"
+    order = [(stream, "norms"), (write, "norms"), (write, "share"), (stream, "cosine")]
+    for trace, column in zip((drawn[key] for key in order), columns, strict=True):
         assert trace["y"] == pytest.approx(frame[column].tolist(), abs=1e-9)
-        assert trace["customdata"] == frame["write"].tolist()
+        assert trace["x"] == frame["write"].tolist()
 
 
 def test_token_text_shades_each_token_and_escapes_it(base):

@@ -42,7 +42,7 @@ from resid_patching.plots.attention import attention
 from resid_patching.plots.attribution import accumulated, attribution_bars, by_position
 from resid_patching.plots.bars import bars, effect_bars
 from resid_patching.plots.base import plotly_script, require_plotly, template
-from resid_patching.plots.heat import Of, as_head, effect_grids, heatmap, metric_words
+from resid_patching.plots.heat import Of, effect_grids, heatmap
 from resid_patching.plots.lens import (
     Shade,
     kl_by_layer,
@@ -54,7 +54,7 @@ from resid_patching.plots.paths import path_diagram
 from resid_patching.plots.png import png, require_renderer
 from resid_patching.plots.stream import stream
 from resid_patching.plots.tokens import TokenText, token_text
-from resid_patching.result import Result
+from resid_patching.result import Result, place_of
 from resid_patching.stream import StreamReport
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ def show(result: Result | LensReadout | TunedLens) -> plotly.graph_objects.Figur
     """
     match result:
         case Effect():
-            return effect_grids(result) if is_grid(result) else effect_bars(result)
+            several = len(result.targets) > 1
+            is_grid = result.columns is not None or several and _are_heads(result)
+            return effect_grids(result) if is_grid else effect_bars(result)
         case Attribution():
             return _attribution(result)
         case AttentionPatterns():
@@ -90,10 +92,8 @@ def show(result: Result | LensReadout | TunedLens) -> plotly.graph_objects.Figur
             return heatmap(result)
 
 
-def is_grid(effect: Effect) -> bool:
-    """Whether an effect is drawn as a grid: heads, receivers side by side, or each position."""
-    several = len(effect.targets) > 1
-    return effect.columns is not None or several and all(as_head(t) for t in effect.targets)
+def _are_heads(effect: Effect) -> bool:
+    return all(place_of(target)[1] is not None for target in effect.targets)
 
 
 def _attribution(found: Attribution) -> Any:
@@ -125,11 +125,9 @@ __all__ = [
     "effect_bars",
     "effect_grids",
     "heatmap",
-    "is_grid",
     "kl_by_layer",
     "lens_by_layer",
     "lens_grid",
-    "metric_words",
     "path_diagram",
     "plotly_script",
     "png",

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from resid_patching.attention import AttentionPatterns
 from resid_patching.plots.base import heading_of
-from resid_patching.plots.grids import Grid, draw_grids
-from resid_patching.result import Axis
+from resid_patching.plots.grids import Grid, draw_grids, places_with_tokens
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -33,20 +30,16 @@ def attention(
     Raises:
         MissingExtraError: plotly is not installed.
     """
+    import pandas
+
     tokens = patterns.token_texts[batch]
-    n, places = len(tokens), tuple(range(len(tokens)))
-    future = torch.ones(n, n, dtype=torch.bool).triu(1)
-    values = patterns.values[:, batch, :n, :n].detach().cpu().double()
+    n = len(tokens)
+    places = places_with_tokens(range(n), tokens)
+    axes = pandas.Index(places, name="query"), pandas.Index(places, name="key")
+    values = patterns.values[:, batch, :n, :n].detach().cpu().double().numpy()
     drawn = patterns.heads[:heads]
     grids = {
-        f"head {head}": Grid(
-            Axis("query", places),
-            Axis("key", places),
-            values[number],
-            tokens=tokens,
-            row_tokens=tokens,
-            hidden=future,
-        )
+        f"head {head}": Grid(pandas.DataFrame(values[number], *axes))
         for number, head in enumerate(drawn)
     }
     details = [f"prompt {batch}", "row: the query that looks; column: the key it looks at"]
@@ -54,4 +47,4 @@ def attention(
         details.append(f"the first {len(drawn)} of {len(patterns.heads)} heads")
     first = f"Attention pattern of {', '.join(drawn)}" if len(drawn) < 8 else "Attention patterns"
     heading = heading_of(first, patterns.unit, *details)
-    return draw_grids(grids, patterns.unit, heading, signed=False, end=1.0)
+    return draw_grids(grids, patterns.unit, heading, signed=False, end=1.0, triangle=True)

@@ -4,36 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from resid_patching.address import (
-    MLP,
-    Attn,
-    AttnBias,
-    Head,
-    MLPBias,
-    Neuron,
-    parse,
-)
+from resid_patching.address import MLP, Attn, AttnBias, Head, MLPBias, Neuron, parse
 from resid_patching.attribution import Attribution
-from resid_patching.plots.bars import depth_axis, depth_width, draw_bars, least_depth
+from resid_patching.plots.bars import draw_bars
 from resid_patching.plots.base import (
     INK,
     NEGATIVE,
     POSITIVE,
     heading_of,
-    lay_out,
     literal,
     mean,
     over_prompts,
-    require_plotly,
 )
-from resid_patching.plots.grids import Grid, draw_grids
-from resid_patching.plots.heat import what_is_scored
-from resid_patching.result import Axis, standard_error
+from resid_patching.plots.depth import draw_lines
+from resid_patching.plots.grids import Grid, draw_grids, pivoted
+from resid_patching.plots.heat import scored_after, what_is_scored
+from resid_patching.result import standard_error
 
 if TYPE_CHECKING:
+    import pandas
     import plotly.graph_objects
 
 
@@ -51,19 +40,18 @@ def attribution_bars(found: Attribution, *, top: int = 20) -> plotly.graph_objec
         MissingExtraError: plotly is not installed.
         ValueError: there are several positions.
     """
-    values = _at_one_position(found)
-    order = sorted(range(len(values)), key=lambda n: -abs(float(values[n])))
-    shown = {found.components[n]: float(values[n]) for n in order[:top]}
-    each = standard_error(found.values[..., 0])
-    errors = {found.components[n]: float(each[n]) for n in order[:top]}
-    if others := order[top:]:
-        shown[f"{len(others)} other rows"] = float(values[others].sum())
-        error = standard_error(found.values[others, :, 0].sum(0))
-        errors[f"{len(others)} other rows"] = float(error)
-    whole = f"all rows add up to {float(values.sum()):+.5g}"
-    heading = heading_of(what_is_scored(found), found.unit, over_prompts(found), whole)
-    several = found.values.shape[1] > 1
-    return draw_bars(shown, heading, found.unit, errors=errors if several else None)
+    import pandas
+
+    table = _at_one_position(found)
+    ranked = table.sort_values("value", key=abs, ascending=False, kind="stable")
+    shown = ranked[:top].rename(columns={"component": "name"})
+    if others := ranked.index[top:].tolist():
+        rest = {"name": f"{len(others)} other rows", "value": ranked["value"][top:].sum()}
+        rest["se"] = float(standard_error(found.values[others, :, 0].sum(0)))
+        shown = pandas.concat([shown, pandas.DataFrame([rest])])
+    whole = f"all rows add up to {table['value'].sum():+.5g}"
+    details = (scored_after(found), over_prompts(found), whole)
+    return draw_bars(shown, heading_of(what_is_scored(found), found.unit, *details), found.unit)
 
 
 def accumulated(found: Attribution) -> plotly.graph_objects.Figure:
@@ -82,56 +70,33 @@ def accumulated(found: Attribution) -> plotly.graph_objects.Figure:
         MissingExtraError: plotly is not installed.
         ValueError: there are several positions.
     """
-    go = require_plotly()
-    values = _at_one_position(found)
-    parts: dict[str, float] = {}
-    for label, value in zip(found.components, values.tolist(), strict=True):
-        place = "constants" if label in found.constants else _layer_of(label)
-        parts[place] = parts.get(place, 0.0) + value
-    own = list(parts.values())
-    sums = torch.tensor(own, dtype=torch.float64).cumsum(0).tolist()
-    shown = [literal(name) for name in parts]
-    places = list(range(len(shown)))
-    unit = literal(found.unit)
-    figure = go.Figure()
-    figure.add_bar(
-        x=places,
-        y=own,
-        customdata=shown,
-        name="written here",
-        marker={"color": [POSITIVE if value >= 0 else NEGATIVE for value in own]},
-        hovertemplate=f"%{{customdata}} wrote %{{y:+.5g}} {unit}<extra></extra>",
-    )
-    figure.add_scatter(
-        x=places,
-        y=sums,
-        customdata=shown,
-        name="sum so far",
-        mode="lines+markers",
-        line={"color": INK, "width": 1.5},
-        marker={"size": 5},
-        hovertemplate=f"after %{{customdata}}: %{{y:+.5g}} {unit}<extra></extra>",
-    )
-    width = depth_width(len(shown))
+    table = _at_one_position(found)
+    places = ["constants" if c in found.constants else _layer_of(c) for c in table["component"]]
+    parts = table["value"].groupby(places, sort=False).sum()
+    sums = parts.cumsum().rename_axis("place").reset_index().assign(name="sum so far")
     end = float(mean(found.model_value[..., 0]))
-    lay_out(
-        figure,
-        heading_of(
-            f"{what_is_scored(found)}, accumulated along depth",
-            found.unit,
-            over_prompts(found),
-            f"it ends at the model's own difference, {end:+.5g}",
-        ),
-        width=width,
-        inside=300,
-        above=26,
-        below=30 + round(6.2 * max(map(len, parts))),
-        least=least_depth(len(shown)),
-        showlegend=True,
-        legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
+    heading = heading_of(
+        f"{what_is_scored(found)}, accumulated along depth",
+        found.unit,
+        scored_after(found),
+        over_prompts(found),
+        f"it ends at the model's own difference, {end:+.5g}",
     )
-    depth_axis(figure, shown, width)
-    figure.update_yaxes(title={"text": unit}, automargin=True, zerolinecolor=INK)
+    figure = draw_lines(sums, heading, found.unit, colours=[INK], from_zero=False)
+    unit = literal(found.unit)
+    figure.add_bar(
+        x=[literal(place) for place in parts.index],
+        y=parts,
+        name="written here",
+        marker={"color": [POSITIVE if value >= 0 else NEGATIVE for value in parts]},
+        hovertemplate=f"%{{x}} wrote %{{y:+.5g}} {unit}<extra></extra>",
+    )
+    figure.update_traces(
+        line_width=1.5,
+        marker_size=5,
+        hovertemplate=f"after %{{x}}: %{{y:+.5g}} {unit}<extra></extra>",
+        selector={"type": "scatter"},
+    )
     return figure
 
 
@@ -151,31 +116,23 @@ def by_position(
     Raises:
         MissingExtraError: plotly is not installed.
     """
-    values = found.values[:, batch].detach().cpu().double()
-    places = [n for n, p in enumerate(found.position_index[batch].tolist()) if p >= 0]
-    values = values[:, places]
-    sizes = values.abs().amax(1)
-    rows = sorted(sorted(range(len(sizes)), key=lambda n: -float(sizes[n]))[:top])
-    texts = found.token_texts[batch]
-    positions = [int(found.position_index[batch, n]) for n in places]
-    grid = Grid(
-        Axis("row", tuple(found.components[n] for n in rows)),
-        Axis("position", tuple(positions)),
-        values[rows],
-        tokens=tuple(texts[p] for p in positions),
-    )
+    frame = found.to_frame()
+    frame = frame.loc[frame["prompt"] == batch].rename(columns={"component": "row"})
+    plane = pivoted(frame, "row", "position", "value")
+    sizes = plane.abs().max(axis=1).sort_values(ascending=False, kind="stable")
     details = [f"prompt {batch}"]
-    if len(rows) < len(sizes):
-        details.append(f"the {len(rows)} largest of {len(sizes)} rows")
+    if top < len(sizes):
+        details.append(f"the {top} largest of {len(sizes)} rows")
     heading = heading_of(what_is_scored(found), found.unit, *details)
-    return draw_grids({"": grid}, found.unit, heading)
+    kept = plane.index.isin(sizes.index[:top])
+    return draw_grids({"": Grid(plane.loc[kept])}, found.unit, heading)
 
 
-def _at_one_position(found: Attribution) -> Tensor:
-    """Means over prompts [component]."""
+def _at_one_position(found: Attribution) -> pandas.DataFrame:
+    """Means over prompts, a row for each component."""
     if len(found.axis("pos").labels) != 1:
         raise ValueError("this picture is of one position; choose one, such as positions=-1")
-    return mean(found.values[..., 0])
+    return found.table()
 
 
 def _layer_of(label: str) -> str:

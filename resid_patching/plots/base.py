@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import importlib
-import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from resid_patching.errors import MissingExtraError
 from resid_patching.markup import printable
-from resid_patching.result import Axis, Result
+from resid_patching.markup import quoted as plain_quoted
+from resid_patching.result import Result
 
 # Red below 0 and blue above, which the colour-blind tell apart. No colour of the light scale is too
 # dark for black numbers, and none of the dark scale too bright for white ones (4.5:1 and more).
@@ -23,10 +23,12 @@ DARK_RED_TO_BLUE = "#b2182b #7a1a24 #46191d #1f1f1f #172c42 #1a4874 #2166ac".spl
 DARK_FROM_ZERO = "#1f1f1f #17293c #173655 #1a4874 #1d5790 #2166ac".split()
 # Bars, lines and nodes: 3:1 and more on a white and on a dark page.
 NEGATIVE, POSITIVE, ABSENT, INK = "#d6604d", "#4393c3", "#a6a6a6", "#808080"
-SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#808080")  # Okabe and Ito's
+SERIES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#808080"]  # Okabe and Ito's
 FLOOR = {"probability": 1e-3}  # what a scale reaches at least, in the unit
 _FLOOR = 1e-2  # of logits, nats and the rest
 CHARACTER = 6.6  # pixels, about
+LEGEND = {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "title": {"text": ""}}
+LEGEND_HEIGHT = 26
 _LINE_HEIGHT = 20
 
 
@@ -36,7 +38,7 @@ def template(*, dark: bool = False) -> dict[str, Any]:
     With `figure.layout.template = template(dark=True)` it is the figure for a dark page.
     """
     ink, paper, lines = (
-        ("#e6e6e6", "#161616", "#3a3a3a") if dark else ("#222222", "#ffffff", "#e5e5e5")
+        ("#e4e4e4", "#16181c", "#3a3f47") if dark else ("#222222", "#ffffff", "#e5e5e5")
     )
     signed, unsigned = (DARK_RED_TO_BLUE, DARK_FROM_ZERO) if dark else (RED_TO_BLUE, FROM_ZERO)
     axis = {"gridcolor": lines, "zerolinecolor": INK, "linecolor": lines, "ticks": ""}
@@ -45,34 +47,47 @@ def template(*, dark: bool = False) -> dict[str, Any]:
             "font": {"color": ink, "family": "system-ui, sans-serif"},
             "paper_bgcolor": paper,
             "plot_bgcolor": paper,
-            "colorscale": {"diverging": scale_of(signed), "sequential": scale_of(unsigned)},
+            "colorscale": {"diverging": _steps(signed), "sequential": _steps(unsigned)},
             "xaxis": axis,
             "yaxis": axis,
             "hoverlabel": {"align": "left"},
         },
-        "data": {"heatmap": [{"textfont": {"color": "#ffffff" if dark else "#000000"}}]},
+        "data": {
+            "heatmap": [{"textfont": {"color": "#ffffff" if dark else "#000000"}}],
+            "scatter": [{"marker": {"color": paper}}],  # of nodes
+        },
     }
 
 
-def largest_of(values: Iterable[Tensor], unit: str) -> float:
-    """Where a scale ends: the largest size, or the floor of the unit, so that noise stays pale."""
-    sizes = [float(value.nan_to_num().abs().max()) for value in values if value.numel()]
-    return max([FLOOR.get(unit, _FLOOR), *sizes])
+def _steps(colours: Sequence[str]) -> list[list[Any]]:
+    """Colours at even steps, as plotly takes them."""
+    return [[i / (len(colours) - 1), colour] for i, colour in enumerate(colours)]
 
 
 def require_plotly() -> Any:
-    """The module `plotly.graph_objects`.
+    """The module `plotly.express`.
 
     Raises:
         MissingExtraError: plotly is not installed.
     """
     try:
-        return importlib.import_module("plotly.graph_objects")
+        importlib.import_module("plotly.graph_objects")
+        return importlib.import_module("plotly.express")
     except ImportError as error:
         raise MissingExtraError(
             "pictures are drawn with plotly, which is not installed; "
             "pip install 'resid-patching[plots]'"
         ) from error
+
+
+def plotly_script() -> str:
+    """The text of plotly.js as it ships with plotly, for a page of its own.
+
+    Raises:
+        MissingExtraError: plotly is not installed.
+    """
+    require_plotly()
+    return importlib.import_module("plotly.offline").get_plotlyjs()
 
 
 def lay_out(
@@ -128,7 +143,7 @@ def _title(heading: Sequence[str], width: int) -> tuple[dict[str, Any], int]:
 
 def heading_of(first: str, unit: str, *details: str) -> list[str]:
     """A title: what is shown, then its unit and whatever else must be known."""
-    return [first[:1].upper() + first[1:], "; ".join([f"in {unit}", *details])]
+    return [first[:1].upper() + first[1:], "; ".join([f"in {unit}", *filter(None, details)])]
 
 
 def over_prompts(result: Result) -> str:
@@ -137,19 +152,17 @@ def over_prompts(result: Result) -> str:
     return f"mean over {n} prompts" if n > 1 else "one prompt"
 
 
-def bar_size(height: int) -> dict[str, Any]:
-    """A colour bar no longer than one grid, in pixels, and no longer than the eye needs."""
-    return {"lenmode": "pixels", "len": max(100, min(300, height + 20)), "y": 1, "yanchor": "top"}
+def at_token(position: str | int, tokens: Iterable[str]) -> str:
+    """A position with its token, where all prompts have the same there: `position 3, " day"`."""
+    where = position if isinstance(position, str) else f"position {position}"
+    there = set(tokens)
+    return f"{where}, {plain_quoted(there.pop())}" if len(there) == 1 else where
 
 
-def scale_of(colours: Sequence[str]) -> list[list[Any]]:
-    """Colours at even steps, as plotly takes them."""
-    return [[i / (len(colours) - 1), colour] for i, colour in enumerate(colours)]
-
-
-def mean(values: Tensor) -> Tensor:
-    """Mean over prompts [..., batch] -> [...]."""
-    return values.detach().cpu().double().mean(-1)
+def largest_of(values: Iterable[Tensor], unit: str) -> float:
+    """Where a scale ends: the largest size, or the floor of the unit, so that noise stays pale."""
+    sizes = [float(value.nan_to_num().abs().max()) for value in values if value.numel()]
+    return max([FLOOR.get(unit, _FLOOR), *sizes])
 
 
 def why_empty(values: Tensor, unit: str) -> str | None:
@@ -160,50 +173,12 @@ def why_empty(values: Tensor, unit: str) -> str | None:
     return f"below {limit:g} everywhere" if float(values.nan_to_num().abs().max()) < limit else None
 
 
-def error_bars(errors: Sequence[float]) -> dict[str, Any] | None:
-    """Standard errors as plotly's error bars; None where there are none."""
-    if not any(error > 0 for error in errors):
-        return None
-    return {
-        "type": "data",
-        "array": listed(list(errors)),
-        "color": INK,
-        "thickness": 1.5,
-        "width": 3,
-    }
+def mean(values: Tensor) -> Tensor:
+    """Mean over prompts [..., batch] -> [...]."""
+    return values.detach().cpu().double().mean(-1)
 
 
-def names(axis: Axis) -> list[str]:
-    """An axis's labels as plotly shows them."""
-    return [literal(str(label)) for label in axis.labels]
-
-
-def literal(text: str) -> str:
-    """Text that plotly shows as it is; control characters become escapes.
-
-    Plotly reads some tags, entities, `%{names}`, and TeX between dollar signs where a notebook has
-    MathJax.
-    """
-    escaped = html.escape(printable(text), quote=False)
-    return escaped.replace("$", "&#36;").replace("%{", "&#37;{")
-
-
-def quoted(text: str, longest: int | None = None) -> str:
-    """A token in quotes, cut where it is long, as plotly shows it."""
-    text = printable(text)
-    if longest is not None and len(text) > longest:
-        text = text[: longest - 1] + "…"
-    return literal(f'"{text}"')
-
-
-def listed(values: Any) -> Any:
-    """Nested lists of numbers, None where there is none."""
-    if isinstance(values, list):
-        return [listed(value) for value in values]
-    return None if math.isnan(values) else values
-
-
-def short(numbers: Sequence[float], *, more: int = 0) -> str:
+def short(numbers: Iterable[float], *, more: int = 0) -> str:
     """A format that leaves the largest number two or three digits, and `more`."""
     largest = max(map(abs, numbers), default=0.0)
     if 0 < largest < 1e-3:
@@ -212,11 +187,19 @@ def short(numbers: Sequence[float], *, more: int = 0) -> str:
     return f".{more + sum(largest < limit for limit in limits)}f"
 
 
-def plotly_script() -> str:
-    """The text of plotly.js as it ships with plotly, for a page of its own.
+def literal(text: object) -> str:
+    """Text that plotly shows as it is; control characters become escapes.
 
-    Raises:
-        MissingExtraError: plotly is not installed.
+    Plotly reads some tags, entities, `%{names}`, and TeX between dollar signs where a notebook has
+    MathJax.
     """
-    require_plotly()
-    return importlib.import_module("plotly.offline").get_plotlyjs()
+    escaped = html.escape(printable(str(text)), quote=False)
+    return escaped.replace("$", "&#36;").replace("%{", "&#37;{")
+
+
+def clipped(text: str, most: int) -> str:
+    """A name, cut where it is long; of several targets together it says how many there are."""
+    if len(text) <= most:
+        return text
+    n = text.count(" + ") + 1
+    return f"{text[: most - 6]} … ({n})" if n > 1 else f"{text[: most - 1]}…"

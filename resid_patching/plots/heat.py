@@ -1,26 +1,26 @@
-"""Grids of numbers as colours, one alone or several side by side on one scale."""
+"""Effects, attributions and other results as one grid, or as several side by side on one scale."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from torch import Tensor
+import numpy as np
 
 from resid_patching.ablation import Effect
 from resid_patching.address import Head, HeadInput, HeadNode, Neuron, parse
 from resid_patching.attribution import Attribution
 from resid_patching.errors import AddressError
-from resid_patching.plots.base import heading_of, mean, over_prompts
-from resid_patching.plots.grids import Grid, draw_grids
-from resid_patching.result import Axis, Result, place_of
+from resid_patching.plots.base import at_token, heading_of, mean, over_prompts
+from resid_patching.plots.grids import Grid, draw_grids, pivoted, places_with_tokens
+from resid_patching.result import Result
 
 if TYPE_CHECKING:
+    import pandas
     import plotly.graph_objects
 
 Of: TypeAlias = Literal["total", "direct", "indirect"]
+PARTS: tuple[Of, ...] = get_args(Of)
 
 
 def heatmap(
@@ -37,17 +37,25 @@ def heatmap(
             prompts stand below it in either case.
 
     Returns:
-        A figure whose first trace holds the numbers, None where there is none.
+        A figure whose first trace holds the numbers, NaN where there is none.
 
     Raises:
         MissingExtraError: plotly is not installed.
         ValueError: another number of axes, no heads, or `of` for what is no `Effect`.
     """
-    if of not in ("total", "direct", "indirect"):
+    if of not in PARTS:
         raise ValueError(f"of is 'total', 'direct' or 'indirect', got {of!r}")
-    if of != "total" and not isinstance(result, Effect):
+    if isinstance(result, Effect):
+        planes = _planes(result)
+        grid = Grid(planes[of], hovers=_hovers(planes))
+    elif of != "total":
         raise ValueError(f"of={of!r} is a choice between the numbers of an Effect")
-    grid = _grid(result, of)
+    elif isinstance(result, Attribution):
+        if len(result.axis("pos").labels) != 1:
+            raise ValueError("a picture of heads is of one position; choose one, such as -1")
+        grid = Grid(_by_layer(result.table(), "value"))
+    else:
+        grid = Grid(_own_axes(result))
     return draw_grids({"": grid}, result.unit, _heading(result, of, title))
 
 
@@ -63,7 +71,7 @@ def effect_grids(
             largest total effect; the title says how many there are. What has an order is shown
             whole: positions, stream states, and the layers' attention, MLPs and biases.
 
-        tokens: of the prompt, to stand beside the positions where it is one prompt.
+        tokens: to stand beside the positions; None for the effect's own, where its prompts agree.
 
     Returns:
         A figure with a trace of numbers for each of the three, and of what has none. One
@@ -73,63 +81,100 @@ def effect_grids(
         MissingExtraError: plotly is not installed.
         ValueError: the targets are not heads, or there are not as many tokens as positions.
     """
-    parts: tuple[Of, ...] = ("total", "direct", "indirect")
-    grids: dict[str, Grid] = {of: _grid(effect, of) for of in parts}
-    axes = (grids["total"].rows, grids["total"].columns)
-    if effect.columns is not None:
-        grids = _strongest(grids, top)
-    shown = (grids["total"].rows, grids["total"].columns)
+    planes = _planes(effect)
     if tokens is not None:
-        if shown[1].name != "position" or len(tokens) != len(shown[1].labels):
-            raise ValueError(f"{len(tokens)} tokens for {len(shown[1].labels)} {shown[1].name}s")
-        grids = {of: dataclasses.replace(grid, tokens=tokens) for of, grid in grids.items()}
+        planes = {of: _named(plane, effect, tokens) for of, plane in planes.items()}
+    total = planes["total"]
     heading = _heading(
         effect, "total", f"Effects on {metric_words(effect)}: total, direct, indirect"
     )
-    for some, all_ in zip(shown, axes, strict=True):
-        n, n_all = len(some.labels), len(all_.labels)
-        heading[-1] += f"; the strongest {n} of {n_all} {all_.name}s" if n < n_all else ""
+    if effect.columns is not None:
+        rows, columns = (_strongest(total.abs().max(axis=axis), top) for axis in (1, 0))
+        planes = {of: plane.loc[rows, columns] for of, plane in planes.items()}
+        for axis, kept in ((total.index, rows), (total.columns, columns)):
+            if len(kept) < len(axis):
+                heading[-1] += f"; the strongest {len(kept)} of {len(axis)} {axis.name}s"
+    hovers = _hovers(planes)
+    grids = {of: Grid(plane, hovers=hovers) for of, plane in planes.items()}
     return draw_grids(grids, effect.unit, heading)
 
 
-def _strongest(grids: Mapping[str, Grid], top: int) -> dict[str, Grid]:
-    """The rows and columns with the largest totals, in the order they were given.
+def _named(plane: pandas.DataFrame, effect: Effect, tokens: Sequence[str]) -> pandas.DataFrame:
+    name, places = plane.columns.name, plane.columns
+    if effect.columns is None or name != "position" or len(tokens) != len(places):
+        raise ValueError(f"{len(tokens)} tokens for {len(places)} {name}s")
+    names = places_with_tokens([int(label) for label in effect.columns.labels], tokens)
+    return plane.set_axis(names, axis="columns").rename_axis(columns=name)
+
+
+def _strongest(sizes: pandas.Series, top: int) -> list[Any]:
+    """The labels with the largest sizes, in the order they were given.
 
     All of them where they have an order of their own: a gap in it would hide where effects change.
     """
-    total = grids["total"]
-    sizes = total.values.nan_to_num().abs()
-    rows = _largest(sizes.amax(1), top, total.rows)
-    columns = _largest(sizes.amax(0), top, total.columns)
-
-    def part(grid: Grid) -> Grid:
-        beside = {name: values[rows][:, columns] for name, values in grid.beside.items()}
-        return Grid(
-            Axis(grid.rows.name, tuple(grid.rows.labels[n] for n in rows)),
-            Axis(grid.columns.name, tuple(grid.columns.labels[n] for n in columns)),
-            grid.values[rows][:, columns],
-            beside,
-        )
-
-    return {name: part(grid) for name, grid in grids.items()}
+    if sizes.index.name == "position" or all(map(_is_ordered, sizes.index)):
+        return list(sizes.index)
+    ranked = sizes.fillna(0).sort_values(ascending=False, kind="stable")
+    return [label for label in sizes.index if label in set(ranked.index[:top])]
 
 
-def _largest(sizes: Tensor, top: int, axis: Axis) -> list[int]:
-    """Places on an axis: all where it has an order, else those with the largest sizes."""
-    if all(map(_is_ordered, axis.labels)):
-        return list(range(len(sizes)))
-    return sorted(sizes.sort(descending=True, stable=True).indices[:top].tolist())
-
-
-def _is_ordered(label: str | int) -> bool:
-    """Whether a label is a position, or a place that stands once in each layer."""
-    if isinstance(label, int):
-        return True
+def _is_ordered(label: str) -> bool:
+    """Whether a label is of a place that stands once in each layer."""
     try:
         address = parse(label)
     except AddressError:  # several together
         return False
     return not isinstance(address, Head | HeadInput | HeadNode | Neuron)
+
+
+# What is shown
+
+
+def _planes(effect: Effect) -> dict[Of, pandas.DataFrame]:
+    """Total, direct and indirect: layer × head, sender × receiver, or target × position."""
+    frame = effect.table().rename(columns={"value": "total"})
+    if effect.columns is None:
+        return {of: _by_layer(frame, of) for of in PARTS}
+    row, column = "sender" if effect.receivers else "target", effect.columns.name
+    frame = frame.rename(columns={"target": row})
+    return {of: pivoted(frame, row, column, of) for of in PARTS}
+
+
+def _by_layer(frame: pandas.DataFrame, value: str) -> pandas.DataFrame:
+    """The heads among the rows of a table as layer × head, no layer or head left out."""
+    if "head" not in frame or bool(frame["head"].isna().all()):
+        labels = ", ".join(frame.iloc[:4, 0])
+        raise ValueError(f"this picture is of heads one at a time; these are {labels}")
+    heads = frame.dropna(subset=["head"]).astype({"layer": int, "head": int})
+    grid = heads.pivot(index="layer", columns="head", values=value)
+    layers, columns = range(heads["layer"].max() + 1), range(heads["head"].max() + 1)
+    return grid.reindex(index=layers, columns=columns).rename_axis(index="layer", columns="head")
+
+
+def _own_axes(result: Result) -> pandas.DataFrame:
+    import pandas
+
+    names = [axis.name for axis in result.axes]
+    axes = [axis for axis in result.axes if axis.name != "batch"]
+    if len(axes) != 2:
+        raise ValueError(f"a heat map has two axes besides batch; this has {', '.join(names)}")
+    values = result.values.detach().cpu().double()
+    if "batch" in names:
+        values = mean(values.movedim(names.index("batch"), -1))
+    rows, columns = (pandas.Index(axis.labels, name=axis.name) for axis in axes)
+    return pandas.DataFrame(values.numpy(), rows, columns)
+
+
+def _hovers(planes: Mapping[Of, pandas.DataFrame]) -> list[list[str]]:
+    """All numbers of each cell."""
+    cells = np.stack([plane.to_numpy(dtype=float) for plane in planes.values()], -1)
+    return [
+        ["<br>".join(f"{of} {v:+.5g}" for of, v in zip(planes, cell, strict=True)) for cell in row]
+        for row in cells
+    ]
+
+
+# What is said
 
 
 def metric_words(effect: Effect) -> str:
@@ -138,60 +183,14 @@ def metric_words(effect: Effect) -> str:
     return effect.metric.replace(each, "of each prompt's answer - foil")
 
 
-# What is shown
-
-
-def _grid(result: Result, of: Of) -> Grid:
-    if isinstance(result, Effect):
-        parts = {"total": result.total, "direct": result.direct, "indirect": result.indirect}
-        means = {name: result.mean(part) for name, part in parts.items()}
-        if result.columns is not None:
-            rows = Axis("sender" if result.receivers else "target", result.axis("target").labels)
-            return Grid(rows, result.columns, means[of], means)
-        return _by_layer(result.targets, means, of)
-    if isinstance(result, Attribution):
-        if len(result.axis("pos").labels) != 1:
-            raise ValueError("a picture of heads is of one position; choose one, such as -1")
-        return _by_layer(result.components, {"written": mean(result.values[..., 0])}, "written")
-    axis_names = [axis.name for axis in result.axes]
-    axes = [axis for axis in result.axes if axis.name != "batch"]
-    if len(axes) != 2:
-        raise ValueError(f"a heat map has two axes besides batch; this has {', '.join(axis_names)}")
-    values = result.values
-    if "batch" in axis_names:
-        values = mean(values.movedim(axis_names.index("batch"), -1))
-    return Grid(axes[0], axes[1], values.detach().cpu().double(), {})
-
-
-def _by_layer(labels: Sequence[str], means: Mapping[str, Tensor], shown: str) -> Grid:
-    """The heads among labels as layer × head."""
-    heads = {number: head for number, label in enumerate(labels) if (head := as_head(label))}
-    if not heads:
-        raise ValueError(
-            f"this picture is of heads one at a time; these are {', '.join(labels[:4])}"
-        )
-    n_layers = 1 + max(head.layer for head in heads.values())
-    n_heads = 1 + max(head.head for head in heads.values())
-    planes = {}
-    for name, values in means.items():
-        planes[name] = plane = values.new_full((n_layers, n_heads), math.nan)
-        for number, head in heads.items():
-            plane[head.layer, head.head] = values[number]
-    layers, columns = tuple(range(n_layers)), tuple(range(n_heads))
-    return Grid(Axis("layer", layers), Axis("head", columns), planes[shown], planes)
-
-
-def as_head(label: str) -> Head | None:
-    """The head that a label names; None where it names another part, or several."""
-    layer, head = place_of(label)
-    return None if layer is None or head is None else Head(layer, head)
-
-
 def about_effect(effect: Effect) -> tuple[str, ...]:
     """Kind of ablation, place and prompts, for a title."""
-    over = effect.averaged or "one prompt"
     joint = " (targets together)" if effect.joint else ""
-    return f"{effect.how}{joint}, at {effect.positions}", over
+    where, texts = effect.positions, effect.token_texts or ()
+    number = where.removeprefix("position ")
+    if number != where and len(texts) == len(effect.baseline):
+        where = at_token(where, [tokens[int(number)] for tokens in texts])
+    return f"{effect.how}{joint}, at {where}", effect.averaged or "one prompt"
 
 
 def _heading(result: Result, of: Of, title: str | None) -> list[str]:
@@ -202,7 +201,7 @@ def _heading(result: Result, of: Of, title: str | None) -> list[str]:
     plan, details = result.provenance.plan, [over_prompts(result)]
     if isinstance(result, Attribution):
         plan = what_is_scored(result)
-        details.append(_others(result))
+        details = [scored_after(result), *details, _others(result)]
     if title is not None:
         details.insert(0, plan)
     return heading_of(title or plan, result.unit, *details)
@@ -219,8 +218,17 @@ def what_is_scored(found: Attribution) -> str:
     return f"{plan}, before the output softcap" if capped else plan
 
 
+def scored_after(found: Attribution) -> str:
+    """After which position an attribution at one position is, with its token."""
+    places = found.position_index[:, 0].tolist()
+    (label,) = found.axis("pos").labels
+    where = places[0] if len(set(places)) == 1 else label
+    there = [texts[p] for texts, p in zip(found.token_texts, places, strict=True)]
+    return f"after {at_token('one position a prompt' if where == 'own' else where, there)}"
+
+
 def _others(found: Attribution) -> str:
     """What the rows that are no heads add up to."""
-    others = [n for n, label in enumerate(found.components) if as_head(label) is None]
-    rest = float(mean(found.values[others, :, 0]).sum())
-    return f"heads alone: the {len(others)} other rows add up to {rest:+.4g}"
+    frame = found.table()
+    others = frame.loc[frame["head"].isna(), "value"]
+    return f"heads alone: the {len(others)} other rows add up to {others.sum():+.4g}"

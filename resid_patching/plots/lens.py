@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from resid_patching.lens.readout import LensReadout
 from resid_patching.lens.results import LensResult, TopTokens
-from resid_patching.plots.bars import lines_by_depth
-from resid_patching.plots.base import CHARACTER, heading_of, literal, quoted
-from resid_patching.plots.grids import Grid, draw_grids
-from resid_patching.result import Axis
+from resid_patching.markup import quoted
+from resid_patching.plots.base import CHARACTER, clipped, heading_of, literal
+from resid_patching.plots.depth import draw_lines
+from resid_patching.plots.grids import Grid, draw_grids, pivoted
 
 if TYPE_CHECKING:
+    import pandas
     import plotly.graph_objects
 
 Shade: TypeAlias = Literal["probability", "kl", "entropy"]
 
-_LONGEST = 11  # characters of a token in a cell
+_LONGEST = 13  # characters of a token in a cell, with its quotes
 _UNITS = {"probability": "probability", "kl": "nats", "entropy": "nats"}
 _WORDS = {
     "probability": "probability of that token",
@@ -55,28 +56,15 @@ def trajectory(
     """
     if shade not in _UNITS:
         raise ValueError(f"shade is 'probability', 'kl' or 'entropy', got {shade!r}")
-    lenses = [readout] if beside is None else [readout, beside]
-    found = [_measured(lens, top) for lens in lenses]
-    if shade not in found[0]:
+    if shade != "probability" and isinstance(readout, TopTokens):
         raise ValueError(f"{shade} is not among top tokens; give the readout itself")
-    tops: list[Any] = [measured["probability"] for measured in found]
-    titles = [_lens_name(measured) for measured in tops]
-    tokens = tops[0].token_texts[batch]
-    labels = tuple(map(str, tops[0].axis("layer").labels))
-    grids = {}
-    for title, top_tokens, measured in zip(titles, tops, found, strict=True):
-        values = measured[shade].values[:, batch, : len(tokens)].detach().cpu().double()
-        title = title if title not in grids else f"{title} {len(grids) + 1}"
-        grids[title] = Grid(
-            Axis("layer", labels),
-            Axis("position", tuple(range(len(tokens)))),
-            values[..., 0] if values.ndim == 3 else values,
-            tokens=tokens,
-            texts=_top_texts(top_tokens, batch, len(tokens)),
-            hovers=_hovers(measured, labels, tokens, batch),
-        )
+    grids: dict[str, Grid] = {}
+    for lens in [readout] if beside is None else [readout, beside]:
+        measured = _measured(lens, top)
+        name = _unlike(_lens_name(measured["probability"]), grids)
+        grids[name] = _tokens_of(measured, batch, shade)
     heading = heading_of(
-        f"{' and '.join(titles)}: the most probable token at each layer",
+        f"{' and '.join(grids)}: the most probable token at each layer",
         _UNITS[shade],
         f"shade: {_WORDS[shade]}",
         "norm recomputed at each layer",
@@ -84,7 +72,8 @@ def trajectory(
         "the last row is the model's own output",
     )
     end = 1.0 if shade == "probability" else None
-    cell = _cell_width(tops, tokens, batch)
+    longest = max(len(text) for grid in grids.values() for row in grid.texts for text in row)
+    cell = round((max(longest, 6)) * CHARACTER)
     return draw_grids(grids, _UNITS[shade], heading, signed=False, end=end, cell=cell)
 
 
@@ -95,44 +84,36 @@ def _measured(lens: LensReadout | TopTokens, top: int) -> dict[str, LensResult]:
     return {"probability": found["top_tokens"], "kl": found["kl"], "entropy": found["entropy"]}
 
 
-def _lens_name(top: LensResult) -> str:
-    return "tuned lens" if "tuned lens" in top.provenance.plan else "logit lens"
+def _lens_name(result: LensResult) -> str:
+    return "tuned lens" if "tuned lens" in result.provenance.plan else "logit lens"
 
 
-def _cell_width(tops: Sequence[Any], tokens: Sequence[str], batch: int) -> int:
-    """Room for the tokens in the cells."""
-    longest = 4
-    for top in tops:
-        texts = dict(top.texts)
-        ids = top.ids[:, batch, : len(tokens), 0].flatten().unique().tolist()
-        longest = max(longest, *(min(_LONGEST, len(texts[i])) for i in ids if i >= 0))
-    return round((longest + 2) * CHARACTER)
+def _unlike(name: str, known: Mapping[str, object]) -> str:
+    return name if name not in known else f"{name} {len(known) + 1}"
 
 
-def _top_texts(top: Any, batch: int, n: int) -> list[list[str]]:
-    texts = dict(top.texts)
-    ids = top.ids[:, batch, :n, 0].tolist()
-    return [[quoted(texts[i], _LONGEST) if i >= 0 else "" for i in row] for row in ids]
+def _tokens_of(measured: Mapping[str, LensResult], batch: int, shade: Shade) -> Grid:
+    """The top token of each cell of one prompt, and what hovering shows."""
+    frame = _of_prompt(measured["probability"], batch)
+    cells = frame.loc[frame["rank"] == 0].copy()
+    ranked = zip(frame["top_token"], frame["value"], strict=True)
+    frame["said"] = [literal(f"{quoted(token)} {prob:.3%}") for token, prob in ranked]
+    said = frame.groupby(["layer", "position"], sort=False)["said"].agg("<br>".join)
+    cells["hover"] = said.array
+    for name, words in (("entropy", "entropy"), ("kl", "KL(final || lens)")):
+        if name in measured:
+            values = _of_prompt(measured[name], batch)["value"].array
+            cells["hover"] += [f"<br>{words} {value:.4f} nats" for value in values]
+            cells[name] = values
+    cells["text"] = [literal(clipped(quoted(token), _LONGEST)) for token in cells["top_token"]]
+    value = "value" if shade == "probability" else shade
+    planes = {name: pivoted(cells, "layer", "position", name) for name in (value, "text", "hover")}
+    return Grid(planes[value], planes["text"].to_numpy(), planes["hover"].to_numpy())
 
 
-def _hovers(
-    measured: Mapping[str, Any], labels: Sequence[str], tokens: Sequence[str], batch: int
-) -> list[list[str]]:
-    """What hovering over each cell shows."""
-    top = measured["probability"]
-    texts = dict(top.texts)
-
-    def hover(row: int, place: int) -> str:
-        lines = [f"{literal(labels[row])}, after position {place} {quoted(tokens[place])}"]
-        ids, probs = top.ids[row, batch, place].tolist(), top.values[row, batch, place].tolist()
-        lines += [f"{quoted(texts[i])} {p:.3%}" for i, p in zip(ids, probs, strict=True) if i >= 0]
-        for name, words in (("entropy", "entropy"), ("kl", "KL(final || lens)")):
-            if name in measured:
-                value = float(measured[name].values[row, batch, place])
-                lines.append(f"{words} {value:.4f} nats")
-        return "<br>".join(lines)
-
-    return [[hover(row, place) for place in range(len(tokens))] for row in range(len(labels))]
+def _of_prompt(result: LensResult, batch: int) -> pandas.DataFrame:
+    frame = result.to_frame()
+    return frame.loc[frame["prompt"] == batch].copy()
 
 
 def lens_by_layer(
@@ -160,19 +141,16 @@ def lens_by_layer(
         raise ValueError(f"quantity is one of {', '.join(words)}, got {quantity!r}")
     if not readouts or len({readout.labels for readout in readouts}) > 1:
         raise ValueError("a line for each lens needs lenses that read the same rows")
-    results = [getattr(readout, quantity) for readout in readouts]
-    columns = {}
-    for result in results:
-        name = _lens_name(result)
-        name = name if name not in columns else f"{name} {len(columns) + 1}"
-        columns[name] = result.values.detach().cpu().double().nanmean((1, 2)).tolist()
-    first = results[0]
-    n, prompts = int((~first.values[0].isnan()).sum()), first.provenance.n_prompts
+    columns: dict[str, Sequence[float]] = {}
+    for result in (getattr(readout, quantity) for readout in readouts):
+        table = result.table()
+        columns[_unlike(_lens_name(result), columns)] = table["value"].tolist()
+    n, prompts = int(table["n"].iloc[0]), result.provenance.n_prompts
     over = f"mean over {n} positions of {prompts} prompt{'s' * (prompts > 1)}"
     heading = heading_of(
         f"{words[quantity]} by layer", "nats", over, "norm recomputed at each layer"
     )
-    return lines_by_depth(columns, readouts[0].labels, heading, "nats")
+    return draw_lines(_long(columns, readouts[0].labels), heading, "nats")
 
 
 def kl_by_layer(
@@ -189,7 +167,14 @@ def kl_by_layer(
         MissingExtraError: plotly is not installed.
     """
     heading = heading_of("KL(final || lens) by layer", "nats", over)
-    return lines_by_depth(columns, labels, heading, "nats")
+    return draw_lines(_long(columns, labels), heading, "nats")
+
+
+def _long(columns: Mapping[str, Sequence[float]], labels: Sequence[str]) -> pandas.DataFrame:
+    import pandas
+
+    wide = pandas.DataFrame({"place": list(labels), **columns})
+    return wide.melt("place", var_name="name", value_name="value")
 
 
 def lens_grid(result: LensResult, *, batch: int = 0) -> plotly.graph_objects.Figure:
@@ -202,13 +187,7 @@ def lens_grid(result: LensResult, *, batch: int = 0) -> plotly.graph_objects.Fig
     Raises:
         MissingExtraError: plotly is not installed.
     """
-    tokens = result.token_texts[batch]
-    grid = Grid(
-        Axis("layer", result.axis("layer").labels),
-        Axis("position", tuple(range(len(tokens)))),
-        result.values[:, batch, : len(tokens)].detach().cpu().double(),
-        tokens=tokens,
-    )
+    grid = Grid(pivoted(_of_prompt(result, batch), "layer", "position", "value"))
     plan = result.provenance.plan
     plan = plan.replace("kl", "KL(final || lens)", 1) if plan.startswith("kl,") else plan
     heading = heading_of(plan, result.unit, f"prompt {batch}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from resid_patching.ablation import Effect
@@ -26,26 +25,21 @@ from resid_patching.plots.base import (
     INK,
     NEGATIVE,
     POSITIVE,
+    clipped,
     heading_of,
     lay_out,
     literal,
     require_plotly,
+    template,
 )
 from resid_patching.plots.heat import about_effect, metric_words
 
 if TYPE_CHECKING:
+    import pandas
     import plotly.graph_objects
 
 _ROW, _COLUMN = 64, 76  # pixels
 _WIDEST_LINE = 9.0  # pixels
-
-
-@dataclass(frozen=True)
-class _Path:
-    sender: str
-    receiver: str
-    total: float
-    direct: float
 
 
 def path_diagram(effect: Effect, *, top: int = 30) -> plotly.graph_objects.Figure:
@@ -64,77 +58,79 @@ def path_diagram(effect: Effect, *, top: int = 30) -> plotly.graph_objects.Figur
         MissingExtraError: plotly is not installed.
         ValueError: there are no receivers side by side, or no path has an effect.
     """
-    go = require_plotly()
+    px = require_plotly()
     if not effect.receivers:
         raise ValueError(
             "a diagram is of paths to receivers side by side, "
             "such as to=rp.receivers('9.9.q', 'logits')"
         )
-    paths, n_known = _largest(effect, top)
-    if not paths:
+    known = effect.table().dropna(subset=["value"])
+    paths = known.sort_values("value", key=abs, ascending=False, kind="stable")[:top]
+    paths = paths[paths["value"] != 0].reset_index(drop=True)
+    if paths.empty:
         raise ValueError("no path from these senders to these receivers has an effect")
-    bands = sorted(
-        {_band(p.sender, True) for p in paths} | {_band(p.receiver, False) for p in paths}
-    )
-    rows = {band: number for number, band in enumerate(bands)}
-    places = _places(paths, rows)
-    figure = go.Figure()
-    largest = abs(paths[0].total)
-    for path in reversed(paths):  # the largest on top
-        figure.add_scatter(**_line(path, places, largest))
-    figure.add_scatter(**_middles(paths, places, effect.unit))
-    for is_sender in (True, False):
-        figure.add_scatter(**_nodes(places, is_sender))
-    left_out = n_known - len(paths)
-    about = (f"the {len(paths)} largest of {n_known} paths",) if left_out else ()
+    nodes, bands = _nodes(paths)
+    paths = _with_ends(paths, nodes)
+    figure = _lines(px, paths)
+    figure.add_traces([*_middles(px, paths, effect.unit), *_ends(px, nodes)])
+    details = [*about_effect(effect), "width: size; blue: above 0; red, dashed: below 0"]
+    if len(paths) < len(known):
+        details.insert(2, f"the {len(paths)} largest of {len(known)} paths")
     heading = heading_of(
-        f"Paths by their total effect on {metric_words(effect)}",
-        effect.unit,
-        *about_effect(effect),
-        *about,
-        "width: size; blue: above 0; red, dashed: below 0",
+        f"Paths by their total effect on {metric_words(effect)}", effect.unit, *details
     )
-    columns = [x for x, _ in places.values()]
-    several = len({path.receiver.rpartition(".")[2] for path in paths} & {"q", "k", "v"}) > 1
-    column = _COLUMN * (1.5 if several else 1)
-    width = max(640, 190 + round(column * (max(columns) - min(columns) + 1)))
+    several = len({label.rpartition(".")[2] for label in paths["receiver"]} & {"q", "k", "v"}) > 1
+    left, right = nodes["x"].min(), nodes["x"].max()
+    width = max(640, 190 + round(_COLUMN * (1.5 if several else 1) * (right - left + 1)))
     lay_out(
         figure,
         heading,
         width=width,
-        inside=_ROW * len(rows),
+        inside=_ROW * len(bands),
         below=20,
         least=width,
         showlegend=False,
     )
-    figure.update_xaxes(visible=False, range=[min(columns) - 0.7, max(columns) + 0.7])
+    figure.update_xaxes(visible=False, range=[left - 0.7, right + 0.7])
     figure.update_yaxes(
-        tickvals=list(rows.values()),
-        ticktext=[band[2] for band in bands],
-        range=[len(rows) - 0.45, -0.55],
+        title="",
+        tickvals=list(range(len(bands))),
+        ticktext=bands,
+        range=[len(bands) - 0.45, -0.55],
         zeroline=False,
         automargin=True,
     )
     return figure
 
 
-def _largest(effect: Effect, top: int) -> tuple[list[_Path], int]:
-    """The paths of the largest effects, and how many there are that have one."""
-    total, direct = effect.mean(effect.total), effect.mean(effect.direct)
-    found = [
-        _Path(sender, receiver, float(total[row, column]), float(direct[row, column]))
-        for row, sender in enumerate(effect.targets)
-        for column, receiver in enumerate(effect.receivers)
-        if not bool(total[row, column].isnan())
+# Where nodes stand
+
+
+def _nodes(paths: pandas.DataFrame) -> tuple[pandas.DataFrame, list[str]]:
+    """Senders and receivers with their places, and the names of the rows that they stand in.
+
+    Heads stand by their number, everything else in the middle.
+    """
+    import pandas
+
+    ends = [
+        pandas.DataFrame({"label": paths[column], "end": end})
+        for column, end in (("target", "sender"), ("receiver", "receiver"))
     ]
-    known = sorted(found, key=lambda path: -abs(path.total))
-    return [path for path in known[:top] if path.total != 0], len(found)
+    nodes = pandas.concat(ends).drop_duplicates().sort_values("label", ignore_index=True)
+    nodes["band"] = [_band(label) for label in nodes["label"]]
+    bands = sorted(set(nodes["band"]))
+    nodes["y"] = [float(bands.index(band)) for band in nodes["band"]]
+    heads = pandas.Series([_head_column(label) for label in nodes["label"]], dtype=float)
+    middle = (heads.min() + heads.max()) / 2 if heads.notna().any() else 0.0
+    others = nodes[heads.isna()].groupby("y")["y"]
+    spread = others.cumcount() - (others.transform("size") - 1) / 2
+    # A little aside, so that lines of one column do not hide each other.
+    nodes["x"] = (heads + 0.1 * (nodes["y"] % 3 - 1)).fillna(middle + spread)
+    return nodes, [name for _, _, name in bands]
 
 
-_Band = tuple[int, int, str]
-
-
-def _band(label: str, is_sender: bool) -> _Band:
+def _band(label: str) -> tuple[int, int, str]:
     """The row of a node: when it writes or reads, and what stands at the row."""
     try:
         address = parse(label)
@@ -160,28 +156,6 @@ def _band(label: str, is_sender: bool) -> _Band:
             return (10**6, 2, "other")
 
 
-def _places(
-    paths: list[_Path], rows: dict[_Band, int]
-) -> dict[tuple[str, bool], tuple[float, float]]:
-    """X and y of every node: heads by their number, everything else in the middle."""
-    nodes = {(p.sender, True) for p in paths} | {(p.receiver, False) for p in paths}
-    heads = {label: x for label, _ in nodes if (x := _head_column(label)) is not None}
-    middle = (min(heads.values()) + max(heads.values())) / 2 if heads else 0.0
-    others: dict[int, list[tuple[str, bool]]] = {}
-    found = {}
-    for node in sorted(nodes):
-        row = rows[_band(*node)]
-        if node[0] in heads:
-            # A little aside, so that lines of one column do not hide each other.
-            found[node] = (heads[node[0]] + 0.1 * (row % 3 - 1), float(row))
-        else:
-            others.setdefault(row, []).append(node)
-    for row, members in others.items():
-        for number, node in enumerate(members):
-            found[node] = (middle + number - (len(members) - 1) / 2, float(row))
-    return found
-
-
 def _head_column(label: str) -> float | None:
     """The number of a head; what its query, key and value read stand beside each other."""
     try:
@@ -193,63 +167,83 @@ def _head_column(label: str) -> float | None:
     return float(address.head) if isinstance(address, Head) else None
 
 
-def _line(path: _Path, places: Any, largest: float) -> dict[str, Any]:
-    (x0, y0), (x1, y1) = places[path.sender, True], places[path.receiver, False]
-    share = abs(path.total) / largest
-    return {
-        "x": [x0, x1],
-        "y": [y0, y1],
-        "mode": "lines",
-        "line": {
-            "width": max(0.8, _WIDEST_LINE * share),
-            "color": POSITIVE if path.total > 0 else NEGATIVE,
-            "dash": "solid" if path.total > 0 else "10px,5px",
-        },
-        "opacity": 0.35 + 0.6 * share,
-        "hoverinfo": "skip",
-    }
+def _with_ends(paths: pandas.DataFrame, nodes: pandas.DataFrame) -> pandas.DataFrame:
+    """Paths with the places of their ends and of their middle, and their colour."""
+    for column, end in (("target", "sender"), ("receiver", "receiver")):
+        here = nodes[nodes["end"] == end].set_index("label")[["x", "y"]]
+        paths = paths.join(here.add_prefix(f"{end}_"), on=column)
+    colours = [POSITIVE if value > 0 else NEGATIVE for value in paths["value"]]
+    return paths.assign(
+        x=(paths["sender_x"] + paths["receiver_x"]) / 2,
+        y=(paths["sender_y"] + paths["receiver_y"]) / 2,
+        colour=colours,
+    )
 
 
-def _middles(paths: list[_Path], places: Any, unit: str) -> dict[str, Any]:
+# What is drawn
+
+
+def _lines(px: Any, paths: pandas.DataFrame) -> Any:
+    """A line for each path, the largest on top."""
+    import pandas
+
+    upwards = paths[::-1]
+    ends = [
+        pandas.DataFrame(
+            {"path": upwards.index, "x": upwards[f"{end}_x"], "y": upwards[f"{end}_y"]}
+        )
+        for end in ("sender", "receiver")
+    ]
+    figure = px.line(
+        pandas.concat(ends),
+        x="x",
+        y="y",
+        color="path",
+        color_discrete_sequence=upwards["colour"].tolist(),
+        template=template(),
+    )
+    for trace, value in zip(figure.data, upwards["value"], strict=True):
+        share = abs(value) / abs(paths["value"][0])
+        trace.line.update(width=max(0.8, _WIDEST_LINE * share))
+        trace.line.dash = "solid" if value > 0 else "10px,5px"
+        trace.update(opacity=0.35 + 0.6 * share, hoverinfo="skip", hovertemplate=None)
+    return figure
+
+
+def _middles(px: Any, paths: pandas.DataFrame, unit: str) -> Any:
     """Points in the middle of the lines, which show their numbers."""
-    ends = [(places[path.sender, True], places[path.receiver, False]) for path in paths]
-    return {
-        "x": [(a[0] + b[0]) / 2 for a, b in ends],
-        "y": [(a[1] + b[1]) / 2 for a, b in ends],
-        "customdata": [
-            [literal(p.sender), literal(p.receiver), p.total, p.direct, p.total - p.direct]
-            for p in paths
-        ],
-        "mode": "markers",
-        "marker": {
-            "size": 7,
-            "color": [POSITIVE if p.total > 0 else NEGATIVE for p in paths],
-            "line": {"width": 1, "color": "#ffffff"},
-        },
-        "hovertemplate": "%{customdata[0]} to %{customdata[1]}<br>total %{customdata[2]:+.5g} "
+    numbers = ["target", "receiver", "value", "direct", "indirect"]
+    figure = px.scatter(paths, x="x", y="y", custom_data=numbers, template=template())
+    figure.update_traces(
+        marker={"size": 7, "color": paths["colour"], "line": {"width": 1, "color": "#ffffff"}},
+        hovertemplate="%{customdata[0]} to %{customdata[1]}<br>total %{customdata[2]:+.5g} "
         f"{literal(unit)}<br>direct %{{customdata[3]:+.5g}}<br>"
         "indirect %{customdata[4]:+.5g}<extra></extra>",
-    }
+    )
+    return figure.data
 
 
-def _nodes(places: Any, is_sender: bool) -> dict[str, Any]:
-    shown = {label: place for (label, sender), place in places.items() if sender == is_sender}
-    return {
-        "x": [x for x, _ in shown.values()],
-        "y": [y for _, y in shown.values()],
-        "text": [literal(_brief(label)) for label in shown],
-        "mode": "markers+text",
-        "textposition": "top center" if is_sender else "bottom center",
-        "textfont": {"size": 11},
-        "marker": {
-            "symbol": "circle" if is_sender else "square",
-            "size": 10,
-            "color": "#ffffff",
-            "line": {"width": 1.5, "color": INK},
-        },
-        "hovertemplate": [f"{literal(label)}<extra></extra>" for label in shown],
-    }
-
-
-def _brief(label: str) -> str:
-    return label if len(label) <= 14 else f"{label[:10]} … ({label.count(' + ') + 1})"
+def _ends(px: Any, nodes: pandas.DataFrame) -> Any:
+    """A circle for each sender and a square for each receiver, with their names."""
+    shown = nodes.assign(
+        whole=nodes["label"].map(literal),
+        brief=[literal(clipped(label, 16)) for label in nodes["label"]],
+    )
+    figure = px.scatter(
+        shown,
+        x="x",
+        y="y",
+        text="brief",
+        symbol="end",
+        custom_data=["whole"],
+        template=template(),
+        symbol_map={"sender": "circle", "receiver": "square"},
+    )
+    figure.update_traces(  # the colour is the template's, for it is the paper's
+        textfont_size=11,
+        marker={"size": 10, "color": None, "line": {"width": 1.5, "color": INK}},
+        hovertemplate="%{customdata[0]}<extra></extra>",
+    )
+    for trace in figure.data:
+        trace.textposition = "top center" if trace.name == "sender" else "bottom center"
+    return figure.data

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from resid_patching.plots.bars import depth_axis, depth_width, least_depth
-from resid_patching.plots.base import SERIES, lay_out, listed, literal, require_plotly
+from resid_patching.plots.base import at_token
+from resid_patching.plots.depth import draw_lines
 from resid_patching.stream import StreamReport
 
 if TYPE_CHECKING:
     import plotly.graph_objects
+
+_DRAWN = {  # column: what it is of, and its panel
+    "mean_stream_norm": ("stream after the write", "norms"),
+    "mean_write_norm": ("the write", "norms"),
+    "mean_share": ("the write", "share (write / stream after it)"),
+    "mean_cosine": ("stream after the write", "cosine of the stream with its start"),
+}
 
 
 def stream(report: StreamReport) -> plotly.graph_objects.Figure:
@@ -24,57 +31,16 @@ def stream(report: StreamReport) -> plotly.graph_objects.Figure:
     Raises:
         MissingExtraError: plotly is not installed.
     """
-    go = require_plotly()
-    from plotly.subplots import make_subplots
-
-    frame = report.table()
-    writes = [literal(write) for write in frame["write"]]
-    titles = ("norms", "share (write / stream after it)")
-    figure = make_subplots(
-        rows=3,
-        cols=1,
-        shared_xaxes=True,
-        vertical_spacing=0.07,
-        subplot_titles=(*titles, "cosine of the stream with its start"),
-    )
-    drawn = (
-        (1, "mean_stream_norm", "stream after the write", SERIES[0], "circle"),
-        (1, "mean_write_norm", "the write", SERIES[1], "square"),
-        (2, "mean_share", "share", SERIES[1], "square"),
-        (3, "mean_cosine", "cosine", SERIES[0], "circle"),
-    )
-    for row, column, name, colour, symbol in drawn:
-        line = go.Scatter(
-            x=list(range(len(writes))),
-            y=listed(frame[column].tolist()),
-            customdata=writes,
-            name=name,
-            mode="lines+markers",
-            line={"color": colour},
-            marker={"symbol": symbol, "size": 6},
-            cliponaxis=False,
-            showlegend=row == 1,
-            hovertemplate=f"{name}, %{{customdata}}: %{{y:.5g}}<extra></extra>",
-        )
-        figure.add_trace(line, row=row, col=1)
-    n = int(frame["n"].iloc[0])
-    over = f"mean over {n} positions" if n > 1 else "one position"
-    width = depth_width(len(writes))
-    lay_out(
-        figure,
-        [
-            f"The running total, {report.how or 'clean'}",
-            f"norms in the stream's own unit, share and cosine without unit; {over}",
-        ],
-        width=width,
-        inside=540,
-        above=46,
-        below=20 + round(6.6 * max(map(len, writes))),
-        least=least_depth(len(writes)),
-        legend={"orientation": "h", "y": 1.045, "yanchor": "bottom", "x": 0},
-    )
-    figure.update_annotations(font={"size": 12}, x=0, xanchor="left")
-    depth_axis(figure, writes, width, row=3, col=1)
-    figure.update_xaxes(range=[-0.6, len(writes) - 0.4], zeroline=False)
-    figure.update_yaxes(automargin=True, rangemode="tozero")
-    return figure
+    table = report.table()
+    frame = table.melt("write", list(_DRAWN), "column").rename(columns={"write": "place"})
+    frame["name"] = [_DRAWN[column][0] for column in frame["column"]]
+    frame["panel"] = [_DRAWN[column][1] for column in frame["column"]]
+    over = report.averaged
+    labels = report.axis("pos").labels
+    if len(labels) == 1:
+        place = "one position a prompt" if labels[0] == "own" else labels[0]
+        there = at_token(place, [texts[0] for texts in report.token_texts])
+        over = there if over == "one position" else f"{over}: {there}"
+    units = "norms in the stream's own unit, share and cosine without unit"
+    heading = [f"The running total, {report.how or 'clean'}", f"{units}; {over}"]
+    return draw_lines(frame, heading, "")
