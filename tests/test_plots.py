@@ -218,6 +218,29 @@ def test_the_title_says_unit_kind_and_number_of_prompts(swept, edges):
     assert title(plots.heatmap(edges, title="Ours")).startswith("Ours<br>")
 
 
+def test_a_position_in_a_title_has_its_token_where_all_prompts_have_the_same(base):
+    run = rp.capture(base.view, ["the dog saw", "the dog ate"])
+    metric = rp.logit_diff(" the", " a")
+
+    def heading(place, *targets):
+        effect = rp.ablate(run, targets, rp.Zero(), metric=metric, positions=place)
+        return plots.show(effect).layout.meta["heading"][1]
+
+    tokens = [list(texts) for texts in run.prompts.token_texts]
+    same = next(n for n in range(1, 9) if tokens[0][n] == tokens[1][n])
+    assert tokens[0][-1] != tokens[1][-1]
+    for targets in (["0.0", "0.1"], ["mlp.0"]):
+        assert f'at position {same}, "{tokens[0][same]}"; mean' in heading(same, *targets)
+        assert "at position -1; mean" in heading(-1, *targets)
+    dla = rp.direct_logit_attribution(run, " the", " a", by="head", positions=same)
+    for draw in (plots.heatmap, plots.attribution_bars, plots.accumulated):
+        said = draw(dla).layout.meta["heading"][1]
+        assert f'after position {same}, "{tokens[0][same]}"; mean' in said
+    report = rp.stream_report(run, positions=same)
+    said = plots.stream(report).layout.meta["heading"][1]
+    assert said.endswith(f'position {same}, "{tokens[0][same]}"')
+
+
 def test_texts_are_shown_and_not_read_as_tags(swept):
     values = torch.ones(1, 1, 3)
     figure = plots.heatmap(made_up(values, ("<b>x</b>",), ("a & b",)), title="<i>t</i>")

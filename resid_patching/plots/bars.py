@@ -138,7 +138,7 @@ def draw_bars(
         error_x="se" if has_errors else None,
         orientation="h",
         barmode="group",
-        color_discrete_sequence=SERIES,
+        color_discrete_map=dict(zip(PARTS, SERIES, strict=False)),
         labels={"value": literal(unit), "name": ""},
         template=template(),
     )

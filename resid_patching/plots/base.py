@@ -22,7 +22,7 @@ FROM_ZERO = "#ffffff #deebf7 #c6dbef #9ecae1 #6baed6 #4292c6".split()
 DARK_RED_TO_BLUE = "#b2182b #7a1a24 #46191d #1f1f1f #172c42 #1a4874 #2166ac".split()
 DARK_FROM_ZERO = "#1f1f1f #17293c #173655 #1a4874 #1d5790 #2166ac".split()
 # Bars, lines and nodes: 3:1 and more on a white and on a dark page.
-NEGATIVE, POSITIVE, ABSENT, INK = "#d6604d", "#4393c3", "#a6a6a6", "#808080"
+NEGATIVE, POSITIVE, ABSENT, INK = "#d6604d", "#4393c3", "#8c8c8c", "#808080"
 SERIES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#808080"]  # Okabe and Ito's
 FLOOR = {"probability": 1e-3}  # what a scale reaches at least, in the unit
 _FLOOR = 1e-2  # of logits, nats and the rest
@@ -52,10 +52,7 @@ def template(*, dark: bool = False) -> dict[str, Any]:
             "yaxis": axis,
             "hoverlabel": {"align": "left"},
         },
-        "data": {
-            "heatmap": [{"textfont": {"color": "#ffffff" if dark else "#000000"}}],
-            "scatter": [{"marker": {"color": paper}}],  # of nodes
-        },
+        "data": {"heatmap": [{"textfont": {"color": "#ffffff" if dark else "#000000"}}]},
     }
 
 

@@ -239,9 +239,9 @@ def _ends(px: Any, nodes: pandas.DataFrame) -> Any:
         template=template(),
         symbol_map={"sender": "circle", "receiver": "square"},
     )
-    figure.update_traces(  # the colour is the template's, for it is the paper's
+    figure.update_traces(
         textfont_size=11,
-        marker={"size": 10, "color": None, "line": {"width": 1.5, "color": INK}},
+        marker={"size": 10, "color": INK},
         hovertemplate="%{customdata[0]}<extra></extra>",
     )
     for trace in figure.data:
