@@ -126,7 +126,7 @@ def test_pictures_are_as_dark_as_the_page_and_change_with_it(browser, pages):
         assert browser.run(looks) == [*dark, "rgb(255, 255, 255)"]
         for theme, expected in (("light", [*light, "rgb(0, 0, 0)"]), ("dark", dark)):
             browser.theme(theme)
-            browser.wait(f"JSON.stringify({looks}).startsWith({json.dumps(expected)[:-1]!r})", 10)
+            browser.wait(f"String({looks}).startsWith({','.join(expected)!r})", 10)
     finally:
         browser.theme("light")
     assert browser.problems == [] and browser.requests == []
@@ -157,14 +157,16 @@ def test_hovering_over_a_heat_map_shows_the_cell(browser, pages):
 def test_hovering_over_a_line_shows_the_point(browser, pages, name):
     opened(browser, pages[name])
     figure = json.loads(browser.run("document.querySelector('.picture script').textContent"))
-    line = figure["data"][0]
-    heights = np.frombuffer(base64.b64decode(line["y"]["bdata"]), line["y"]["dtype"])
+    ends = []
+    for line in figure["data"]:
+        heights = np.frombuffer(base64.b64decode(line["y"]["bdata"]), line["y"]["dtype"])
+        ends.append(f"{line['name']}, {line['x'][-1]}: {heights[-1]:.5g}")
     last = f"document.querySelectorAll('#picture-0 .points path')[{len(heights) - 1}]"
     browser.point(*middle(browser, last))
     shown = "document.querySelector('#picture-0 .hoverlayer')?.textContent ?? ''"
     browser.wait(f"({shown}) !== ''", 10)
     said = browser.run(shown)
-    assert f"{line['name']}, {line['x'][-1]}: {heights[-1]:.5g}" in said
+    assert any(end in said for end in ends)
 
 
 def test_pointing_at_a_cell_of_a_lens_shows_its_tokens(browser, pages):

@@ -24,6 +24,8 @@ title, and so is what was left out. Error bars are standard errors of the mean o
 runs downwards in grids and diagrams, and to the right where numbers are lines or bars along depth:
 the start is always at the top or the left.
 
+Every function raises `MissingExtraError` where plotly is not installed.
+
 Figures carry their own template, and no global theme is read or changed. All that a dark page needs
 otherwise is in the template: `figure.layout.template = plots.template(dark=True)`.
 """
@@ -38,21 +40,13 @@ from resid_patching.attribution import Attribution
 from resid_patching.lens.readout import LensReadout
 from resid_patching.lens.results import LensResult, TopTokens
 from resid_patching.lens.tuned import TunedLens
-from resid_patching.plots.attention import attention
-from resid_patching.plots.attribution import accumulated, attribution_bars, by_position
-from resid_patching.plots.bars import bars, effect_bars
+from resid_patching.plots.bars import attribution_bars, bars, effect_bars
 from resid_patching.plots.base import plotly_script, require_plotly, template
-from resid_patching.plots.heat import Of, effect_grids, heatmap
-from resid_patching.plots.lens import (
-    Shade,
-    kl_by_layer,
-    lens_by_layer,
-    lens_grid,
-    trajectory,
-)
+from resid_patching.plots.heat import Of, attention, by_position, effect_grids, heatmap
+from resid_patching.plots.lens import Shade, lens_grid, trajectory
+from resid_patching.plots.lines import accumulated, kl_by_layer, lens_by_layer, stream
 from resid_patching.plots.paths import path_diagram
 from resid_patching.plots.png import png, require_renderer
-from resid_patching.plots.stream import stream
 from resid_patching.plots.tokens import TokenText, token_text
 from resid_patching.result import Result, place_of
 from resid_patching.stream import StreamReport
@@ -68,7 +62,6 @@ def show(result: Result | LensReadout | TunedLens) -> plotly.graph_objects.Figur
         result: anything that this package returns.
 
     Raises:
-        MissingExtraError: plotly is not installed.
         ValueError: there is no picture of it.
     """
     match result:

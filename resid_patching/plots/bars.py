@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from resid_patching.ablation import Effect
+from resid_patching.attribution import Attribution
 from resid_patching.plots.base import (
     INK,
-    LEGEND,
-    LEGEND_HEIGHT,
-    NEGATIVE,
-    POSITIVE,
     SERIES,
     clipped,
     heading_of,
@@ -20,14 +16,22 @@ from resid_patching.plots.base import (
     literal,
     require_plotly,
     short,
+    sign_colours,
     template,
     why_empty,
 )
-from resid_patching.plots.heat import PARTS, about_effect, metric_words
+from resid_patching.plots.heat import PARTS
+from resid_patching.plots.titles import (
+    about_effect,
+    metric_words,
+    over_prompts,
+    scored_after,
+    what_is_scored,
+)
 from resid_patching.result import standard_error
+from resid_patching.shown import ranked
 
 if TYPE_CHECKING:
-    import pandas
     import plotly.graph_objects
 
 
@@ -53,17 +57,15 @@ def bars(
         A figure with one trace.
 
     Raises:
-        MissingExtraError: plotly is not installed.
         ValueError: there is no number.
     """
     import pandas
 
-    heading = [title]
-    shown = {name: float(value) for name, value in values.items() if not math.isnan(value)}
-    if top is not None and top < len(shown):
-        heading.append(f"the {top} largest of {len(shown)}")
-        shown = dict(sorted(shown.items(), key=lambda item: -abs(item[1]))[:top])
-    frame = pandas.DataFrame({"name": list(shown), "value": list(shown.values())})
+    frame: Any = pandas.DataFrame({"name": list(values), "value": list(values.values())})
+    frame, heading = frame.dropna(), [title]
+    if top is not None and top < len(frame):
+        heading.append(f"the {top} largest of {len(frame)}")
+        frame = ranked(frame)[:top]
     return draw_bars(frame, heading, unit, mark=mark)
 
 
@@ -78,7 +80,6 @@ def effect_bars(effect: Effect, *, top: int = 20) -> plotly.graph_objects.Figure
         A figure with a trace for each of the three.
 
     Raises:
-        MissingExtraError: plotly is not installed.
         ValueError: there are several receivers or positions, or no number.
     """
     import pandas
@@ -86,78 +87,102 @@ def effect_bars(effect: Effect, *, top: int = 20) -> plotly.graph_objects.Figure
     if effect.columns is not None:
         name = effect.columns.name
         raise ValueError(f"choose one {name} first: effect.{name}(...)")
-    table = effect.table().dropna(subset=["value"])
-    order = table["value"].abs().sort_values(ascending=False, kind="stable").index[:top].tolist()
+    names = ranked(effect.table())["target"][:top].tolist()
+    rows = [effect.targets.index(name) for name in names]
     details = list(about_effect(effect))
-    if len(order) < len(effect.targets):
-        details.append(f"the {len(order)} largest of {len(effect.targets)}")
-    drawn = []
-    for part in PARTS:
-        values = getattr(effect, part)[order]
-        means = effect.mean(values)
-        if part != "total" and order and (why := why_empty(means, effect.unit)):
+    if len(rows) < len(effect.targets):
+        details.append(f"the {len(rows)} largest of {len(effect.targets)}")
+    drawn = [pandas.DataFrame()]
+    for part in PARTS if rows else ():
+        values = getattr(effect, part)[rows]
+        means, errors = effect.mean(values), standard_error(values, effect.weights)
+        if part != "total" and (why := why_empty(means, effect.unit)):
             details.append(f"{part}: {why}")
             continue
-        columns = {"name": [effect.targets[n] for n in order], "part": part}
-        columns |= {"value": means.numpy(), "se": standard_error(values, effect.weights).numpy()}
+        columns = {"name": names, "value": means.numpy(), "se": errors.numpy(), "part": part}
         drawn.append(pandas.DataFrame(columns))
     first = f"Effects on {metric_words(effect)}: total, direct, indirect"
-    heading = heading_of(first, effect.unit, *details)
-    return draw_bars(pandas.concat(drawn), heading, effect.unit)
+    return draw_bars(pandas.concat(drawn), heading_of(first, effect.unit, *details), effect.unit)
+
+
+def attribution_bars(found: Attribution, *, top: int = 20) -> plotly.graph_objects.Figure:
+    """The largest rows as bars, with what all others add up to.
+
+    Args:
+        found: at one position.
+        top: how many rows, by size.
+
+    Returns:
+        A figure with one trace.
+
+    Raises:
+        ValueError: there are several positions.
+    """
+    import pandas
+
+    table = at_one_position(found)
+    order = table["value"].abs().sort_values(ascending=False, kind="stable").index
+    shown = table.loc[order[:top]].rename(columns={"component": "name"})
+    if others := order[top:].tolist():
+        rest = {"name": f"{len(others)} other rows", "value": table["value"][others].sum()}
+        rest["se"] = float(standard_error(found.values[others, :, 0].sum(0)))
+        shown = pandas.concat([shown, pandas.DataFrame([rest])])
+    whole = f"all rows add up to {table['value'].sum():+.5g}"
+    details = (scored_after(found), over_prompts(found), whole)
+    return draw_bars(shown, heading_of(what_is_scored(found), found.unit, *details), found.unit)
+
+
+def at_one_position(found: Attribution) -> Any:
+    """A table of means over prompts, a row for each component.
+
+    Raises:
+        ValueError: there are several positions.
+    """
+    if len(found.axis("pos").labels) != 1:
+        raise ValueError("this picture is of one position; choose one, such as positions=-1")
+    return found.table()
 
 
 def draw_bars(
-    frame: pandas.DataFrame, heading: Sequence[str], unit: str, *, mark: float | None = None
+    frame: Any, heading: Sequence[str], unit: str, *, mark: float | None = None
 ) -> plotly.graph_objects.Figure:
     """Rows of a data frame as bars.
 
     Args:
         frame: the columns `name` and `value`; `se` for error bars; `part` for several bars of one
             name, each of its own colour. Bars of one part are blue above 0 and red below, and
-            their numbers stand beside them.
+            their numbers stand beside the names, where no error bar crosses them.
         heading: the title, line by line.
         unit: of the numbers.
         mark: where a dotted line is drawn, for comparison.
 
     Raises:
-        MissingExtraError: plotly is not installed.
         ValueError: there is no number.
     """
     px = require_plotly()
     if frame.empty:
         raise ValueError("there is no number to draw")
-    several = "part" in frame
+    several, names, values = "part" in frame, frame["name"].unique(), frame["value"]
     has_errors = "se" in frame and bool((frame["se"] > 0).any())
-    numbers = frame["value"].tolist()
-    digits = short(numbers, more=1)
     figure = px.bar(
         frame.assign(name=frame["name"].map(literal)),
         x="value",
         y="name",
         color="part" if several else None,
         error_x="se" if has_errors else None,
-        orientation="h",
         barmode="group",
         color_discrete_map=dict(zip(PARTS, SERIES, strict=False)),
         labels={"value": literal(unit), "name": ""},
         template=template(),
     )
-    figure.update_traces(
-        error_x={"color": INK, "thickness": 1.5, "width": 3},
-        textfont={"size": 11},
-        cliponaxis=False,
-        hovertemplate=f"%{{y}}: %{{fullData.name}} %{{x:+.6g}} {literal(unit)}<extra></extra>",
-    )
-    names = list(dict.fromkeys(frame["name"]))
+    part = ": %{fullData.name}" if several else ":"
+    hover = f"%{{y}}{part} %{{x:+.6g}} {literal(unit)}<extra></extra>"
+    figure.update_traces(hovertemplate=hover, orientation="h")
     ticks = [clipped(name, 26) for name in names]
     if not several:
-        colours = [POSITIVE if number >= 0 else NEGATIVE for number in numbers]
-        hover = f"%{{y}}: %{{x:.6g}} {literal(unit)}<extra></extra>"
-        figure.update_traces(marker_color=colours, hovertemplate=hover)
-        if has_errors:  # the numbers stand beside the names, where no error bar crosses them
-            ticks = [f"{name}  {n:{digits}}" for name, n in zip(ticks, numbers, strict=True)]
-        else:
-            figure.update_traces(texttemplate=f"%{{x:{digits}}}", textposition="outside")
+        figure.update_traces(marker_color=sign_colours(values))
+        digits = short(values, more=1)
+        ticks = [f"{name}  {v:{digits}}" for name, v in zip(ticks, values, strict=True)]
     if mark is not None:
         figure.add_vline(x=mark, line={"dash": "dot", "color": INK, "width": 1})
     lay_out(
@@ -166,22 +191,14 @@ def draw_bars(
         width=640,
         inside=15 + (40 if several else 24) * len(names),
         below=50,
-        above=LEGEND_HEIGHT if several else 0,
         least=330,
-        legend={**LEGEND, "traceorder": "normal"},
+        legend=several,
         bargap=0.25,
     )
-    figure.update_xaxes(automargin=True)
-    if not several:  # room for the numbers beside the bars
-        ends = [0.0, *numbers, *([] if mark is None else [mark])]
-        low, high = min(ends), max(ends)
-        room = 0.32 * (high - low or 1.0)
-        figure.update_xaxes(range=[low - room * (low < 0), high + room * (high > 0)])
     figure.update_yaxes(
         type="category",  # 0.1 and 0.10 are two heads
         autorange="reversed",
-        automargin=True,
         tickvals=[literal(name) for name in names],
-        ticktext=[literal(tick) for tick in ticks],
+        ticktext=ticks,
     )
     return figure

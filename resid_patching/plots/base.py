@@ -11,9 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from resid_patching.errors import MissingExtraError
-from resid_patching.markup import printable
-from resid_patching.markup import quoted as plain_quoted
-from resid_patching.result import Result
+from resid_patching.markup import printable, quoted
 
 # Red below 0 and blue above, which the colour-blind tell apart. No colour of the light scale is too
 # dark for black numbers, and none of the dark scale too bright for white ones (4.5:1 and more).
@@ -22,18 +20,15 @@ FROM_ZERO = "#ffffff #deebf7 #c6dbef #9ecae1 #6baed6 #4292c6".split()
 DARK_RED_TO_BLUE = "#b2182b #7a1a24 #46191d #1f1f1f #172c42 #1a4874 #2166ac".split()
 DARK_FROM_ZERO = "#1f1f1f #17293c #173655 #1a4874 #1d5790 #2166ac".split()
 # Bars, lines and nodes: 3:1 and more on a white and on a dark page.
-NEGATIVE, POSITIVE, ABSENT, INK = "#d6604d", "#4393c3", "#8c8c8c", "#808080"
+NEGATIVE, POSITIVE, INK = "#d6604d", "#4393c3", "#808080"
 SERIES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#808080"]  # Okabe and Ito's
 FLOOR = {"probability": 1e-3}  # what a scale reaches at least, in the unit
 _FLOOR = 1e-2  # of logits, nats and the rest
 CHARACTER = 6.6  # pixels, about
-LEGEND = {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "title": {"text": ""}}
-LEGEND_HEIGHT = 26
-_LINE_HEIGHT = 20
 
 
 def template(*, dark: bool = False) -> dict[str, Any]:
-    """The template of every figure: all colours that differ between a white and a dark page.
+    """The template of every figure: its look, and all colours that differ on a dark page.
 
     With `figure.layout.template = template(dark=True)` it is the figure for a dark page.
     """
@@ -42,17 +37,29 @@ def template(*, dark: bool = False) -> dict[str, Any]:
     )
     signed, unsigned = (DARK_RED_TO_BLUE, DARK_FROM_ZERO) if dark else (RED_TO_BLUE, FROM_ZERO)
     axis = {"gridcolor": lines, "zerolinecolor": INK, "linecolor": lines, "ticks": ""}
+    bar = {"thickness": 12, "lenmode": "pixels", "y": 1, "yanchor": "top"}
+    legend = {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
+    numbers = {"size": 10, "color": "#ffffff" if dark else "#000000"}
+    cells = {"textfont": numbers, "hoverongaps": False, "xgap": 1, "ygap": 1}
+    errors = {"color": INK, "thickness": 1.5, "width": 3}
     return {
         "layout": {
             "font": {"color": ink, "family": "system-ui, sans-serif"},
             "paper_bgcolor": paper,
             "plot_bgcolor": paper,
             "colorscale": {"diverging": _steps(signed), "sequential": _steps(unsigned)},
-            "xaxis": axis,
-            "yaxis": axis,
+            "coloraxis": {"autocolorscale": True, "colorbar": bar},
+            "xaxis": {**axis, "automargin": True},
+            "yaxis": {**axis, "automargin": True},
+            "legend": legend,
             "hoverlabel": {"align": "left"},
+            "title": {"x": 0.01, "xanchor": "left", "y": 1, "yanchor": "top", "font": {"size": 15}},
         },
-        "data": {"heatmap": [{"textfont": {"color": "#ffffff" if dark else "#000000"}}]},
+        "data": {
+            "heatmap": [cells],
+            "bar": [{"error_x": errors}],
+            "scatter": [{"cliponaxis": False, "textfont": {"size": 11}}],
+        },
     }
 
 
@@ -96,6 +103,7 @@ def lay_out(
     below: int = 55,
     above: int = 0,
     least: int = 360,
+    legend: bool = False,
     **layout: Any,
 ) -> None:
     """Gives a figure its size, its title and its own template.
@@ -108,57 +116,45 @@ def lay_out(
         below: height of what stands below it.
         above: height of what stands between it and the title.
         least: the width below which its labels would run together; a page scrolls it instead.
+        legend: whether lines or bars are named above them.
         layout: anything else.
     """
-    title, top = _title(heading, width)
+    above += 26 if legend else 0
+    first, *small = heading
+    lines = [literal(line) for line in textwrap.wrap(first, int(width / 8.2))]
+    for text in small:
+        for line in textwrap.wrap(text, int(width / CHARACTER)):
+            lines.append(f"<span style='font-size:12px'>{literal(line)}</span>")
+    top = 30 + 20 * len(lines)
     figure.layout.template = template()  # assigned, for an update would keep the caller's theme
     figure.update_layout(
-        title=title,
+        # Plotly puts the first of several lines a line higher.
+        title={"text": "<br>".join(lines), "pad": {"t": 22 if len(lines) > 1 else 10}},
         width=width,
         height=top + above + inside + below,
         margin={"l": 50, "r": 30, "t": top + above, "b": below},
         meta={"heading": list(heading), "title_height": top, "least": least},
+        showlegend=legend,
+        legend_title_text="",
         **layout,
     )
 
 
-def _title(heading: Sequence[str], width: int) -> tuple[dict[str, Any], int]:
-    """A title wrapped to the figure's width, and the height that it needs."""
-    first, *below = heading
-    lines = [literal(line) for line in textwrap.wrap(first, int(width / 8.2))]
-    small = [
-        f"<span style='font-size:12px'>{literal(line)}</span>"
-        for text in below
-        for line in textwrap.wrap(text, int(width / CHARACTER))
-    ]
-    text = "<br>".join([*lines, *small])
-    title = {"text": text, "x": 0.01, "xanchor": "left", "y": 1, "yanchor": "top"}
-    several = len(lines) + len(small) > 1  # plotly puts the first of several a line higher
-    title |= {"pad": {"t": 22 if several else 10}, "font": {"size": 15}}
-    return title, 30 + _LINE_HEIGHT * (len(lines) + len(small))
-
-
 def heading_of(first: str, unit: str, *details: str) -> list[str]:
     """A title: what is shown, then its unit and whatever else must be known."""
-    return [first[:1].upper() + first[1:], "; ".join([f"in {unit}", *filter(None, details)])]
-
-
-def over_prompts(result: Result) -> str:
-    """What a mean over prompts was taken over."""
-    n = result.provenance.n_prompts
-    return f"mean over {n} prompts" if n > 1 else "one prompt"
+    return [first[:1].upper() + first[1:], "; ".join([f"in {unit}", *details])]
 
 
 def at_token(position: str | int, tokens: Iterable[str]) -> str:
     """A position with its token, where all prompts have the same there: `position 3, " day"`."""
-    where = position if isinstance(position, str) else f"position {position}"
+    where = f"position {position}" if isinstance(position, int) else "one position a prompt"
     there = set(tokens)
-    return f"{where}, {plain_quoted(there.pop())}" if len(there) == 1 else where
+    return f"{where}, {quoted(there.pop())}" if len(there) == 1 else where
 
 
-def largest_of(values: Iterable[Tensor], unit: str) -> float:
+def largest_of(values: Tensor, unit: str) -> float:
     """Where a scale ends: the largest size, or the floor of the unit, so that noise stays pale."""
-    sizes = [float(value.nan_to_num().abs().max()) for value in values if value.numel()]
+    sizes = values.nan_to_num().abs().flatten().tolist()
     return max([FLOOR.get(unit, _FLOOR), *sizes])
 
 
@@ -170,9 +166,9 @@ def why_empty(values: Tensor, unit: str) -> str | None:
     return f"below {limit:g} everywhere" if float(values.nan_to_num().abs().max()) < limit else None
 
 
-def mean(values: Tensor) -> Tensor:
-    """Mean over prompts [..., batch] -> [...]."""
-    return values.detach().cpu().double().mean(-1)
+def sign_colours(numbers: Iterable[float]) -> list[str]:
+    """Blue for what is above 0, red for what is below."""
+    return [POSITIVE if number >= 0 else NEGATIVE for number in numbers]
 
 
 def short(numbers: Iterable[float], *, more: int = 0) -> str:
@@ -194,9 +190,10 @@ def literal(text: object) -> str:
     return escaped.replace("$", "&#36;").replace("%{", "&#37;{")
 
 
-def clipped(text: str, most: int) -> str:
-    """A name, cut where it is long; of several targets together it says how many there are."""
+def clipped(text: object, most: int) -> str:
+    """A name as plotly shows it, cut where it is long; it says how many targets it is of."""
+    text = str(text)
     if len(text) <= most:
-        return text
-    n = text.count(" + ") + 1
-    return f"{text[: most - 6]} … ({n})" if n > 1 else f"{text[: most - 1]}…"
+        return literal(text)
+    several = f" ({n})" if (n := text.count(" + ") + 1) > 1 else ""
+    return literal(f"{text[: most - 1 - len(several)]}…{several}")

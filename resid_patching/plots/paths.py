@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from resid_patching.ablation import Effect
 from resid_patching.address import (
     MLP,
+    Address,
     Attn,
     AttnBias,
     Embed,
@@ -23,23 +24,22 @@ from resid_patching.address import (
 from resid_patching.errors import AddressError
 from resid_patching.plots.base import (
     INK,
-    NEGATIVE,
-    POSITIVE,
     clipped,
     heading_of,
     lay_out,
     literal,
     require_plotly,
-    template,
+    sign_colours,
 )
-from resid_patching.plots.heat import about_effect, metric_words
+from resid_patching.plots.titles import about_effect, metric_words
+from resid_patching.shown import ranked
 
 if TYPE_CHECKING:
-    import pandas
     import plotly.graph_objects
 
 _ROW, _COLUMN = 64, 76  # pixels
 _WIDEST_LINE = 9.0  # pixels
+_BEHIND_ALL = 10**6  # after every layer
 
 
 def path_diagram(effect: Effect, *, top: int = 30) -> plotly.graph_objects.Figure:
@@ -55,41 +55,56 @@ def path_diagram(effect: Effect, *, top: int = 30) -> plotly.graph_objects.Figur
         A figure with a trace for each path; the numbers are at the points in the middle.
 
     Raises:
-        MissingExtraError: plotly is not installed.
         ValueError: there are no receivers side by side, or no path has an effect.
     """
-    px = require_plotly()
+    require_plotly()
+    from plotly.graph_objects import Figure
+
     if not effect.receivers:
         raise ValueError(
             "a diagram is of paths to receivers side by side, "
             "such as to=rp.receivers('9.9.q', 'logits')"
         )
-    known = effect.table().dropna(subset=["value"])
-    paths = known.sort_values("value", key=abs, ascending=False, kind="stable")[:top]
-    paths = paths[paths["value"] != 0].reset_index(drop=True)
+    known: Any = ranked(effect.table())
+    paths = known[known["value"] != 0][:top]
     if paths.empty:
         raise ValueError("no path from these senders to these receivers has an effect")
     nodes, bands = _nodes(paths)
-    paths = _with_ends(paths, nodes)
-    figure = _lines(px, paths)
-    figure.add_traces([*_middles(px, paths, effect.unit), *_ends(px, nodes)])
+    place = nodes.set_index(["end", "label"])[["x", "y"]]
+    starts = place.loc["sender"].loc[paths["target"]].to_numpy()
+    ends = place.loc["receiver"].loc[paths["receiver"]].to_numpy()
+    paths[["x", "y"]] = (starts + ends) / 2
+    figure = Figure()
+    for row in reversed(range(len(paths))):  # the largest on top
+        share = float(paths["value"][row] / paths["value"].abs().max())
+        figure.add_scatter(
+            x=[starts[row][0], ends[row][0]],
+            y=[starts[row][1], ends[row][1]],
+            mode="lines",
+            line={
+                "width": max(0.8, _WIDEST_LINE * abs(share)),
+                "color": sign_colours([share])[0],
+                "dash": "solid" if share > 0 else "10px,5px",
+            },
+            opacity=0.45 + 0.5 * abs(share),
+            hoverinfo="skip",
+        )
+    _add_points(figure, paths, nodes, effect.unit)
     details = [*about_effect(effect), "width: size; blue: above 0; red, dashed: below 0"]
     if len(paths) < len(known):
         details.insert(2, f"the {len(paths)} largest of {len(known)} paths")
-    heading = heading_of(
-        f"Paths by their total effect on {metric_words(effect)}", effect.unit, *details
-    )
-    several = len({label.rpartition(".")[2] for label in paths["receiver"]} & {"q", "k", "v"}) > 1
+    first = f"Paths by their total effect on {metric_words(effect)}"
+    kinds = {label.rpartition(".")[2] for label in paths["receiver"]} & {"q", "k", "v"}
     left, right = nodes["x"].min(), nodes["x"].max()
-    width = max(640, 190 + round(_COLUMN * (1.5 if several else 1) * (right - left + 1)))
+    column = _COLUMN * (1.5 if len(kinds) > 1 else 1)
+    width = max(640, 190 + round(column * (right - left + 1)))
     lay_out(
         figure,
-        heading,
+        heading_of(first, effect.unit, *details),
         width=width,
         inside=_ROW * len(bands),
         below=20,
         least=width,
-        showlegend=False,
     )
     figure.update_xaxes(visible=False, range=[left - 0.7, right + 0.7])
     figure.update_yaxes(
@@ -98,45 +113,70 @@ def path_diagram(effect: Effect, *, top: int = 30) -> plotly.graph_objects.Figur
         ticktext=bands,
         range=[len(bands) - 0.45, -0.55],
         zeroline=False,
-        automargin=True,
     )
     return figure
 
 
-# Where nodes stand
+def _add_points(figure: Any, paths: Any, nodes: Any, unit: str) -> None:
+    """Points in the middle of lines, which show their numbers; senders and receivers, named."""
+    figure.add_scatter(
+        x=paths["x"],
+        y=paths["y"],
+        customdata=paths[["target", "receiver", "value", "direct", "indirect"]],
+        mode="markers",
+        marker={"size": 7, "color": sign_colours(paths["value"])},
+        marker_line={"width": 1, "color": "#ffffff"},
+        hovertemplate="%{customdata[0]} to %{customdata[1]}<br>total %{customdata[2]:+.5g} "
+        f"{literal(unit)}<br>direct %{{customdata[3]:+.5g}}<br>"
+        "indirect %{customdata[4]:+.5g}<extra></extra>",
+    )
+    for end, symbol, side in (("sender", "circle", "top"), ("receiver", "square", "bottom")):
+        shown = nodes[nodes["end"] == end]
+        figure.add_scatter(
+            x=shown["x"],
+            y=shown["y"],
+            text=[clipped(label, 16) for label in shown["label"]],
+            mode="markers+text",
+            marker={"symbol": symbol, "size": 10, "color": INK},
+            textposition=f"{side} center",
+            hovertemplate=[f"{literal(label)}<extra></extra>" for label in shown["label"]],
+        )
 
 
-def _nodes(paths: pandas.DataFrame) -> tuple[pandas.DataFrame, list[str]]:
+def _nodes(paths: Any) -> tuple[Any, list[str]]:
     """Senders and receivers with their places, and the names of the rows that they stand in.
 
     Heads stand by their number, everything else in the middle.
     """
     import pandas
 
-    ends = [
-        pandas.DataFrame({"label": paths[column], "end": end})
-        for column, end in (("target", "sender"), ("receiver", "receiver"))
-    ]
-    nodes = pandas.concat(ends).drop_duplicates().sort_values("label", ignore_index=True)
-    nodes["band"] = [_band(label) for label in nodes["label"]]
-    bands = sorted(set(nodes["band"]))
-    nodes["y"] = [float(bands.index(band)) for band in nodes["band"]]
-    heads = pandas.Series([_head_column(label) for label in nodes["label"]], dtype=float)
+    ends = {"sender": paths["target"], "receiver": paths["receiver"]}
+    pairs = sorted({(label, end) for end, labels in ends.items() for label in labels})
+    nodes: Any = pandas.DataFrame(pairs, columns=["label", "end"])
+    addresses = [_address(label) for label in nodes["label"]]
+    bands = sorted({_band(address) for address in addresses})
+    nodes["y"] = [float(bands.index(_band(address))) for address in addresses]
+    heads = pandas.Series([_head_column(address) for address in addresses], dtype=float)
     middle = (heads.min() + heads.max()) / 2 if heads.notna().any() else 0.0
     others = nodes[heads.isna()].groupby("y")["y"]
     spread = others.cumcount() - (others.transform("size") - 1) / 2
     # A little aside, so that lines of one column do not hide each other.
     nodes["x"] = (heads + 0.1 * (nodes["y"] % 3 - 1)).fillna(middle + spread)
-    return nodes, [name for _, _, name in bands]
+    return nodes, [name for *_, name in bands]
 
 
-def _band(label: str) -> tuple[int, int, str]:
-    """The row of a node: when it writes or reads, and what stands at the row."""
+def _address(label: str) -> Address | None:
     try:
-        address = parse(label)
+        return parse(label)
     except AddressError:  # several together
-        return (10**6, 0, "several together")
+        return None
+
+
+def _band(address: Address | None) -> tuple[int, int, str]:
+    """The row of a node: when it writes or reads, and what stands at the row."""
     match address:
+        case None:
+            return (_BEHIND_ALL, 0, "several together")
         case Embed() | PosEmbed():
             return (-1, 0, "start")
         case HeadInput(layer, _, _):
@@ -148,102 +188,15 @@ def _band(label: str) -> tuple[int, int, str]:
         case MLP(layer) | MLPBias(layer) | Neuron(layer, _):
             return (layer, 5, f"MLP, layer {layer}")
         case Stream(layer, place):
-            stage = {"pre": 0, "mid": 3, "post": 6}[place]
-            return (layer, stage, f"resid_{place}.{layer}")
+            return (layer, {"pre": 0, "mid": 3, "post": 6}[place], f"resid_{place}.{layer}")
         case Logits():
-            return (10**6, 1, "output")
+            return (_BEHIND_ALL, 1, "output")
         case _:
-            return (10**6, 2, "other")
+            return (_BEHIND_ALL, 2, "other")
 
 
-def _head_column(label: str) -> float | None:
+def _head_column(address: Address | None) -> float | None:
     """The number of a head; what its query, key and value read stand beside each other."""
-    try:
-        address = parse(label)
-    except AddressError:
-        return None
     if isinstance(address, HeadInput):
         return address.head + {"q": -0.33, "k": 0.0, "v": 0.33}[address.which]
     return float(address.head) if isinstance(address, Head) else None
-
-
-def _with_ends(paths: pandas.DataFrame, nodes: pandas.DataFrame) -> pandas.DataFrame:
-    """Paths with the places of their ends and of their middle, and their colour."""
-    for column, end in (("target", "sender"), ("receiver", "receiver")):
-        here = nodes[nodes["end"] == end].set_index("label")[["x", "y"]]
-        paths = paths.join(here.add_prefix(f"{end}_"), on=column)
-    colours = [POSITIVE if value > 0 else NEGATIVE for value in paths["value"]]
-    return paths.assign(
-        x=(paths["sender_x"] + paths["receiver_x"]) / 2,
-        y=(paths["sender_y"] + paths["receiver_y"]) / 2,
-        colour=colours,
-    )
-
-
-# What is drawn
-
-
-def _lines(px: Any, paths: pandas.DataFrame) -> Any:
-    """A line for each path, the largest on top."""
-    import pandas
-
-    upwards = paths[::-1]
-    ends = [
-        pandas.DataFrame(
-            {"path": upwards.index, "x": upwards[f"{end}_x"], "y": upwards[f"{end}_y"]}
-        )
-        for end in ("sender", "receiver")
-    ]
-    figure = px.line(
-        pandas.concat(ends),
-        x="x",
-        y="y",
-        color="path",
-        color_discrete_sequence=upwards["colour"].tolist(),
-        template=template(),
-    )
-    for trace, value in zip(figure.data, upwards["value"], strict=True):
-        share = abs(value) / abs(paths["value"][0])
-        trace.line.update(width=max(0.8, _WIDEST_LINE * share))
-        trace.line.dash = "solid" if value > 0 else "10px,5px"
-        trace.update(opacity=0.35 + 0.6 * share, hoverinfo="skip", hovertemplate=None)
-    return figure
-
-
-def _middles(px: Any, paths: pandas.DataFrame, unit: str) -> Any:
-    """Points in the middle of the lines, which show their numbers."""
-    numbers = ["target", "receiver", "value", "direct", "indirect"]
-    figure = px.scatter(paths, x="x", y="y", custom_data=numbers, template=template())
-    figure.update_traces(
-        marker={"size": 7, "color": paths["colour"], "line": {"width": 1, "color": "#ffffff"}},
-        hovertemplate="%{customdata[0]} to %{customdata[1]}<br>total %{customdata[2]:+.5g} "
-        f"{literal(unit)}<br>direct %{{customdata[3]:+.5g}}<br>"
-        "indirect %{customdata[4]:+.5g}<extra></extra>",
-    )
-    return figure.data
-
-
-def _ends(px: Any, nodes: pandas.DataFrame) -> Any:
-    """A circle for each sender and a square for each receiver, with their names."""
-    shown = nodes.assign(
-        whole=nodes["label"].map(literal),
-        brief=[literal(clipped(label, 16)) for label in nodes["label"]],
-    )
-    figure = px.scatter(
-        shown,
-        x="x",
-        y="y",
-        text="brief",
-        symbol="end",
-        custom_data=["whole"],
-        template=template(),
-        symbol_map={"sender": "circle", "receiver": "square"},
-    )
-    figure.update_traces(
-        textfont_size=11,
-        marker={"size": 10, "color": INK},
-        hovertemplate="%{customdata[0]}<extra></extra>",
-    )
-    for trace in figure.data:
-        trace.textposition = "top center" if trace.name == "sender" else "bottom center"
-    return figure.data
