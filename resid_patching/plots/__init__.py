@@ -48,7 +48,7 @@ from resid_patching.plots.lines import accumulated, kl_by_layer, lens_by_layer, 
 from resid_patching.plots.paths import path_diagram
 from resid_patching.plots.png import png, require_renderer
 from resid_patching.plots.tokens import TokenText, token_text
-from resid_patching.result import Result, place_of
+from resid_patching.result import Result
 from resid_patching.stream import StreamReport
 
 if TYPE_CHECKING:
@@ -66,11 +66,12 @@ def show(result: Result | LensReadout | TunedLens) -> plotly.graph_objects.Figur
     """
     match result:
         case Effect():
-            several = len(result.targets) > 1
-            is_grid = result.columns is not None or several and _are_heads(result)
+            is_grid = result.columns is not None or "effect_bars" in result.pictures()
             return effect_grids(result) if is_grid else effect_bars(result)
-        case Attribution():
-            return _attribution(result)
+        case Attribution() if len(result.axis("pos").labels) > 1:
+            return by_position(result)
+        case Attribution() if result.by != "head":
+            return attribution_bars(result)
         case AttentionPatterns():
             return attention(result)
         case StreamReport():
@@ -83,16 +84,6 @@ def show(result: Result | LensReadout | TunedLens) -> plotly.graph_objects.Figur
             return _fitted(result)
         case _:
             return heatmap(result)
-
-
-def _are_heads(effect: Effect) -> bool:
-    return all(place_of(target)[1] is not None for target in effect.targets)
-
-
-def _attribution(found: Attribution) -> Any:
-    if len(found.axis("pos").labels) > 1:
-        return by_position(found)
-    return heatmap(found) if found.by == "head" else attribution_bars(found)
 
 
 def _fitted(lens: TunedLens) -> Any:

@@ -23,6 +23,7 @@ from resid_patching.plots.base import (
 from resid_patching.plots.heat import PARTS
 from resid_patching.plots.titles import (
     about_effect,
+    at_one_position,
     metric_words,
     over_prompts,
     scored_after,
@@ -130,17 +131,6 @@ def attribution_bars(found: Attribution, *, top: int = 20) -> plotly.graph_objec
     whole = f"all rows add up to {table['value'].sum():+.5g}"
     details = (scored_after(found), over_prompts(found), whole)
     return draw_bars(shown, heading_of(what_is_scored(found), found.unit, *details), found.unit)
-
-
-def at_one_position(found: Attribution) -> Any:
-    """A table of means over prompts, a row for each component.
-
-    Raises:
-        ValueError: there are several positions.
-    """
-    if len(found.axis("pos").labels) != 1:
-        raise ValueError("this picture is of one position; choose one, such as positions=-1")
-    return found.table()
 
 
 def draw_bars(

@@ -116,7 +116,10 @@ def draw_grids(
     number = f"%{{z:+.5g}} {literal(unit)}"
     for trace, grid in zip(figure.data, grids.values(), strict=True):
         more = "" if grid.hovers is None else "<br>%{customdata}"
-        trace.update(text=grid.texts, texttemplate=digits if grid.texts is None else "%{text}")
+        if grid.texts is None:
+            trace.update(texttemplate=digits)
+        else:
+            trace.update(text=grid.texts, texttemplate="%{text}", textfont_size=11)
         trace.update(customdata=grid.hovers, hovertemplate=f"{where}{number}{more}<extra></extra>")
     if not triangle and bool(planes.isnan().any()):
         notes.append("grey ×: no value")
@@ -168,7 +171,7 @@ class _Sizes:
         self.cell = cell or min(_WIDEST_CELL, max(_THIN_CELL, fits))
         self.thin = n_rows > _MANY_ROWS or self.cell < _NARROW
         self.slant = round(longest * 5.8) if longest * CHARACTER > self.cell else 0
-        wide, high = max(self.cell * n_columns, 90), n_rows * _ROW
+        wide = max(self.cell * n_columns, 90)
         high = n_rows * (_THIN_ROW if n_rows > _MANY_ROWS else _ROW)
         one, gap = (wide, _GAP) if self.across else (high, 60 + self.slant)
         whole = one * n + gap * (n - 1)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-import numpy as np
-
 from resid_patching.ablation import Effect
 from resid_patching.address import Head, HeadInput, HeadNode, Neuron, parse
 from resid_patching.attention import AttentionPatterns
@@ -16,6 +14,7 @@ from resid_patching.plots.base import heading_of
 from resid_patching.plots.grids import Grid, draw_grids, pivoted, with_tokens
 from resid_patching.plots.titles import (
     about_effect,
+    at_one_position,
     metric_words,
     over_prompts,
     scored_after,
@@ -57,11 +56,9 @@ def heatmap(
     if isinstance(result, Effect):
         planes = _planes(result)
         grid, details = Grid(planes[of], hovers=_hovers(planes)), about_effect(result)
-        plan = title or f"{of.capitalize()} effect on {metric_words(result)}"
+        plan = f"{of.capitalize()} effect on {metric_words(result)}"
     elif isinstance(result, Attribution):
-        if len(result.axis("pos").labels) != 1:
-            raise ValueError("a picture of heads is of one position; choose one, such as -1")
-        frame: Any = result.table()
+        frame = at_one_position(result)
         grid, plan = Grid(_by_layer(frame, "value")), what_is_scored(result)
         rest = frame.loc[frame["head"].isna(), "value"]
         others = f"heads alone: the {len(rest)} other rows add up to {rest.sum():+.4g}"
@@ -210,13 +207,12 @@ def _own_axes(result: Result) -> pandas.DataFrame:
     return pandas.DataFrame(values.numpy(), rows, columns)
 
 
-def _hovers(planes: Mapping[Any, pandas.DataFrame]) -> list[list[str]]:
+def _hovers(planes: Mapping[Any, pandas.DataFrame]) -> Any:
     """All numbers of each cell."""
-    cells = np.stack([plane.to_numpy(dtype=float) for plane in planes.values()], -1)
-    return [
-        ["<br>".join(f"{of} {v:+.5g}" for of, v in zip(planes, cell, strict=True)) for cell in row]
-        for row in cells
-    ]
+    total, *others = (plane.map(f"{of} {{:+.5g}}".format) for of, plane in planes.items())
+    for said in others:
+        total = total + "<br>" + said
+    return total.to_numpy()
 
 
 def _strongest(sizes: pandas.Series, top: int) -> list[Any]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from resid_patching.address import MLP, Attn, AttnBias, Head, MLPBias, Neuron, parse
 from resid_patching.attribution import Attribution
 from resid_patching.lens.readout import LensReadout
-from resid_patching.plots.bars import at_one_position
 from resid_patching.plots.base import (
     INK,
     SERIES,
@@ -21,7 +20,12 @@ from resid_patching.plots.base import (
     sign_colours,
     template,
 )
-from resid_patching.plots.titles import over_prompts, scored_after, what_is_scored
+from resid_patching.plots.titles import (
+    at_one_position,
+    over_prompts,
+    scored_after,
+    what_is_scored,
+)
 from resid_patching.stream import StreamReport
 
 if TYPE_CHECKING:

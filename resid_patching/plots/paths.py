@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from resid_patching.ablation import Effect
@@ -18,8 +19,9 @@ from resid_patching.address import (
     MLPIn,
     Neuron,
     PosEmbed,
-    Stream,
     parse,
+    read_stage,
+    write_stage,
 )
 from resid_patching.errors import AddressError
 from resid_patching.plots.base import (
@@ -37,9 +39,15 @@ from resid_patching.shown import ranked
 if TYPE_CHECKING:
     import plotly.graph_objects
 
-_ROW, _COLUMN = 64, 76  # pixels
-_WIDEST_LINE = 9.0  # pixels
-_BEHIND_ALL = 10**6  # after every layer
+_ROW, _COLUMN, _WIDEST_LINE = 64, 76, 9.0  # pixels
+_ROWS = {
+    **dict.fromkeys((Embed, PosEmbed), "start"),
+    HeadInput: "into heads, layer {}",
+    **dict.fromkeys((Head, Attn, AttnBias), "attention, layer {}"),
+    MLPIn: "into MLP, layer {}",
+    **dict.fromkeys((MLP, MLPBias, Neuron), "MLP, layer {}"),
+    Logits: "output",
+}
 
 
 def path_diagram(effect: Effect, *, top: int = 30) -> plotly.graph_objects.Figure:
@@ -153,10 +161,9 @@ def _nodes(paths: Any) -> tuple[Any, list[str]]:
     ends = {"sender": paths["target"], "receiver": paths["receiver"]}
     pairs = sorted({(label, end) for end, labels in ends.items() for label in labels})
     nodes: Any = pandas.DataFrame(pairs, columns=["label", "end"])
-    addresses = [_address(label) for label in nodes["label"]]
-    bands = sorted({_band(address) for address in addresses})
-    nodes["y"] = [float(bands.index(_band(address))) for address in addresses]
-    heads = pandas.Series([_head_column(address) for address in addresses], dtype=float)
+    bands = sorted({_band(*pair) for pair in pairs})
+    nodes["y"] = [float(bands.index(_band(*pair))) for pair in pairs]
+    heads = pandas.Series([_head_column(label) for label, _ in pairs], dtype=float)
     middle = (heads.min() + heads.max()) / 2 if heads.notna().any() else 0.0
     others = nodes[heads.isna()].groupby("y")["y"]
     spread = others.cumcount() - (others.transform("size") - 1) / 2
@@ -165,38 +172,25 @@ def _nodes(paths: Any) -> tuple[Any, list[str]]:
     return nodes, [name for *_, name in bands]
 
 
+def _band(label: str, end: str) -> tuple[float, int, str]:
+    """The row of a node: when it writes or reads, as (layer, stage), and the row's name."""
+    address: Any = _address(label)
+    if address is None:
+        return (math.inf, -1, "several together")
+    layer, stage = write_stage(address) if end == "sender" else read_stage(address)
+    return layer, stage, _ROWS.get(type(address), str(address)).format(layer)
+
+
+def _head_column(label: str) -> float | None:
+    """The number of a head; what its query, key and value read stand beside each other."""
+    address = _address(label)
+    if isinstance(address, HeadInput):
+        return address.head + {"q": -0.33, "k": 0.0, "v": 0.33}[address.which]
+    return float(address.head) if isinstance(address, Head) else None
+
+
 def _address(label: str) -> Address | None:
     try:
         return parse(label)
     except AddressError:  # several together
         return None
-
-
-def _band(address: Address | None) -> tuple[int, int, str]:
-    """The row of a node: when it writes or reads, and what stands at the row."""
-    match address:
-        case None:
-            return (_BEHIND_ALL, 0, "several together")
-        case Embed() | PosEmbed():
-            return (-1, 0, "start")
-        case HeadInput(layer, _, _):
-            return (layer, 1, f"into heads, layer {layer}")
-        case Head(layer, _) | Attn(layer) | AttnBias(layer):
-            return (layer, 2, f"attention, layer {layer}")
-        case MLPIn(layer):
-            return (layer, 4, f"into MLP, layer {layer}")
-        case MLP(layer) | MLPBias(layer) | Neuron(layer, _):
-            return (layer, 5, f"MLP, layer {layer}")
-        case Stream(layer, place):
-            return (layer, {"pre": 0, "mid": 3, "post": 6}[place], f"resid_{place}.{layer}")
-        case Logits():
-            return (_BEHIND_ALL, 1, "output")
-        case _:
-            return (_BEHIND_ALL, 2, "other")
-
-
-def _head_column(address: Address | None) -> float | None:
-    """The number of a head; what its query, key and value read stand beside each other."""
-    if isinstance(address, HeadInput):
-        return address.head + {"q": -0.33, "k": 0.0, "v": 0.33}[address.which]
-    return float(address.head) if isinstance(address, Head) else None

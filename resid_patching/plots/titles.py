@@ -1,6 +1,8 @@
-"""What titles say of an effect and of an attribution."""
+"""What titles say of an effect and of an attribution, and the rows of one position."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from resid_patching.ablation import Effect
 from resid_patching.attribution import Attribution
@@ -47,3 +49,14 @@ def scored_after(found: Attribution) -> str:
     (label,) = found.axis("pos").labels
     there = [texts[p] for texts, p in zip(found.token_texts, places, strict=True)]
     return f"after {at_token(places[0] if len(set(places)) == 1 else label, there)}"
+
+
+def at_one_position(found: Attribution) -> Any:
+    """A table of means over prompts, a row for each component.
+
+    Raises:
+        ValueError: there are several positions.
+    """
+    if len(found.axis("pos").labels) != 1:
+        raise ValueError("this picture is of one position; choose one, such as positions=-1")
+    return found.table()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ def token_text(result: Result, label: str, *, batch: int = 0) -> TokenText:
     if [axis.name for axis in result.axes[1:]] != ["batch", "pos"]:
         raise ValueError("a text is shaded by numbers at each position; this result has none")
     result.axes[0].index(label)
-    frame = result.to_frame()
+    frame: Any = result.to_frame()
     if "token" not in frame:
         raise ValueError("this result does not say which tokens it is of")
     frame = frame[(frame["prompt"] == batch) & (frame.iloc[:, 0] == str(label))].dropna(
