@@ -8,6 +8,7 @@ import json
 import sys
 
 import numpy as np
+import pandas
 import pytest
 import torch
 import zoo
@@ -16,6 +17,7 @@ import resid_patching as rp
 from resid_patching import plots
 from resid_patching.errors import MissingExtraError, ResidPatchingError
 from resid_patching.plots import base as drawing
+from resid_patching.plots.grids import Grid, draw_grids
 from resid_patching.result import Axis, Provenance, Result, standard_error
 
 ORIGIN = Provenance("toy", None, "none", "0", "raw", "float64", "00", 3, True, "a made-up plan")
@@ -213,6 +215,20 @@ def test_every_layer_and_head_has_its_label_and_room_for_it(n_layers, n_heads):
     assert (layout.height - layout.margin.t - layout.margin.b) / n_layers >= layout.xaxis.tickfont[
         "size"
     ]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 300), (61, 15), (300, 2), (12, 64)])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_grid_of_any_shape_is_drawn_whole(shape, n):
+    names = [f"part {number}" for number in range(n)]
+    frames = [pandas.DataFrame(np.random.default_rng(k).normal(size=shape)) for k in range(n)]
+    grids = {
+        name: Grid(frame.rename_axis(index="layer", columns="head"))
+        for name, frame in zip(names, frames, strict=True)
+    }
+    figure = draw_grids(grids, "logits", ["t", "in logits"])
+    assert [trace.z.shape for trace in figure.data] == [shape] * n
+    assert {note.text for note in figure.layout.annotations} == set(names * (n > 1))
 
 
 def test_the_title_says_unit_kind_and_number_of_prompts(swept, edges):

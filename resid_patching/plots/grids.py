@@ -125,7 +125,7 @@ def draw_grids(
         notes.append("grey ×: no value")
         _mark_absent(figure, planes, f"{where}no value<extra></extra>")
     end = largest_of(planes, unit) if end is None else end
-    bar = {"title": {"text": literal(unit)}, "len": max(100, min(300, sizes.inside + 20))}
+    bar = {"title": {"text": f"{literal(unit)}<br> "}, "len": max(100, min(300, sizes.inside + 20))}
     figure.layout.coloraxis = {"cmin": -end if signed else 0, "cmax": end, "colorbar": bar}
     shrinks = len(grids) == 1 and first.texts is None
     lay_out(
@@ -179,7 +179,7 @@ class _Sizes:
         self.inside = max(110, high if self.across else whole)
         self.least = around + 20 + n_columns * min(self.cell, 20)
         spacing = "facet_col_spacing" if self.across else "facet_row_spacing"
-        self.facets = {"facet_col_wrap": n if self.across else 1, spacing: gap / whole}
+        self.facets = {"facet_col_wrap": n if self.across else 1, spacing: (n > 1) * gap / whole}
 
 
 def _distinct(grids: Mapping[str, Grid], unit: str) -> tuple[dict[str, Grid], list[str]]:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects
 
 _ROW, _COLUMN, _WIDEST_LINE = 64, 76, 9.0  # pixels
+_SIDES = {1: -1.0, 3: 1.0}  # of attention and of MLPs, by the stage in which only they write
 _ROWS = {
     **dict.fromkeys((Embed, PosEmbed), "start"),
     HeadInput: "into heads, layer {}",
@@ -154,22 +155,25 @@ def _add_points(figure: Any, paths: Any, nodes: Any, unit: str) -> None:
 def _nodes(paths: Any) -> tuple[Any, list[str]]:
     """Senders and receivers with their places, and the names of the rows that they stand in.
 
-    Heads stand by their number, everything else in the middle.
+    Heads stand by their number, other receivers in the middle, attention layers left of it and
+    MLPs right of it, so that lines do not run along one another.
     """
     import pandas
 
     ends = {"sender": paths["target"], "receiver": paths["receiver"]}
     pairs = sorted({(label, end) for end, labels in ends.items() for label in labels})
     nodes: Any = pandas.DataFrame(pairs, columns=["label", "end"])
-    bands = sorted({_band(*pair) for pair in pairs})
-    nodes["y"] = [float(bands.index(_band(*pair))) for pair in pairs]
+    bands = [_band(*pair) for pair in pairs]
+    rows = sorted(set(bands))
+    nodes["y"] = [float(rows.index(band)) for band in bands]
+    sides = pandas.Series(_SIDES.get(stage, 0.0) for _, stage, _ in bands)
     heads = pandas.Series([_head_column(label) for label, _ in pairs], dtype=float)
     middle = (heads.min() + heads.max()) / 2 if heads.notna().any() else 0.0
     others = nodes[heads.isna()].groupby("y")["y"]
     spread = others.cumcount() - (others.transform("size") - 1) / 2
-    # A little aside, so that lines of one column do not hide each other.
-    nodes["x"] = (heads + 0.1 * (nodes["y"] % 3 - 1)).fillna(middle + spread)
-    return nodes, [name for *_, name in bands]
+    # Heads a little aside, so that lines of one column do not hide each other.
+    nodes["x"] = (heads + 0.1 * (nodes["y"] % 3 - 1)).fillna(middle + spread + sides)
+    return nodes, [name for *_, name in rows]
 
 
 def _band(label: str, end: str) -> tuple[float, int, str]:
