@@ -162,7 +162,7 @@ def ablate(
         direct=direct - found.baseline,
         weights=None if chosen.weights is None else chosen.weights(run),
         routes=found.routes,
-        token_texts=run.prompts.token_texts if each else None,
+        token_texts=run.prompts.token_texts if each or isinstance(positions, int) else None,
         path_to=kind.ends.labels if isinstance(kind, Path) else None,
     )
 
