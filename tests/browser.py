@@ -84,6 +84,11 @@ class Browser:
         self._ask("Page.navigate", url=self._page)
         self.wait("location.protocol === 'file:' && document.readyState === 'complete'")
 
+    def theme(self, name: str) -> None:
+        """Prefers a `light` or a `dark` page from now on."""
+        feature = {"name": "prefers-color-scheme", "value": name}
+        self._ask("Emulation.setEmulatedMedia", features=[feature])
+
     def run(self, script: str) -> Any:
         """The value of an expression on the page."""
         found = self._ask("Runtime.evaluate", expression=script, returnByValue=True)

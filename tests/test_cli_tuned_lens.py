@@ -156,7 +156,8 @@ def test_ridge_alone_steps_alone_other_sites_and_validation(capsys, tmp_path, mo
     flags = ["--no-ridge", "--steps", "2", "--step-tokens", "8", "--optimizer", "sgd"]
     flags += ["--site", "mlp_out", "--validation", text, "--out", tmp_path / "b"]
     out = found_by(capsys, "fit", *base, *flags)
-    assert "ridge" not in rows_of(out)["mean"] and "on mlp_out" in " ".join(out.split())
+    assert "ridge" not in rows_of(out)["mean"]
+    assert "on mlp_out" in " ".join(out.split())  # the line is broken where a long path ends
     found = rp.TunedLens.load(tmp_path / "b", loaded)
     assert found.site == "mlp_out" and found.record["fit"]["optimizer"] == "sgd"
 
@@ -324,6 +325,17 @@ def test_show_without_a_position_is_two_tables_and_the_mean_kl(capsys, model, lo
     shown = [float(row["logit lens"]) for label, row in rows.items() if label != "mean"]
     assert shown == pytest.approx(expected, abs=2e-4)
     assert "neither beliefs nor causes" in out and "not what causes what" in out
+    assert "standard error" not in out
+
+
+def test_show_of_several_prompts_gives_standard_errors_over_them(capsys, model, loaded, folder):
+    prompts = [PROMPT, "the dog"]
+    given = [part for prompt in prompts for part in ("--prompt", prompt)]
+    rows = rows_of(found_by(capsys, "show", "--model", model, "--lens", folder, *given))
+    table = rp.logit_lens(rp.capture(loaded, prompts)).kl.table()[:-1]
+    errors = [float(row["se logit"]) for label, row in rows.items() if label != "mean"]
+    assert errors == pytest.approx(table["se"].tolist(), abs=2e-4)
+    assert float(rows["mean"]["se tuned"]) > 0
 
 
 # convert

@@ -16,6 +16,7 @@ import resid_patching as rp
 from resid_patching import plots
 from resid_patching.cli import main
 from resid_patching.errors import MissingExtraError
+from resid_patching.show.assets import STYLE
 from resid_patching.show.html import Page
 from resid_patching.show.report import Table
 
@@ -130,6 +131,40 @@ def test_texts_are_shown_and_only_the_page_s_own_scripts_may_run(tmp_path, model
     scripts = re.findall(r"<script>(.*?)</script>", page, re.S)
     digests = {base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts}
     assert len(scripts) == 2 and digests == allowed
+
+
+def test_a_page_brings_both_templates_and_its_own_colours_agree_with_them(tmp_path, model):
+    page = page_of(tmp_path, "logit-lens", "--model", model, "--prompt", PROMPT)
+    (body,) = re.findall(r'<script type="application/json" id="templates">(.*?)</script>', page)
+    both = json.loads(body)
+    assert both == {"light": plots.template(), "dark": plots.template(dark=True)}
+    light, dark = STYLE.split("@media (prefers-color-scheme: dark)")[:2]
+    for style, template in ((light, both["light"]), (dark, both["dark"])):
+        colours = dict(re.findall(r"--([\w-]+): (#\w+)", style))
+        assert same_colour(colours["paper"], template["layout"]["paper_bgcolor"])
+        assert same_colour(colours["on-cell"], template["data"]["heatmap"][0]["textfont"]["color"])
+        for cell in (colours["paper"], colours["full"]):  # and what is mixed of the two
+            assert contrast(colours["on-cell"], cell) >= 4.5
+
+
+def parts(colour):
+    """Red, green and blue, of `#rgb` or `#rrggbb`."""
+    wide = len(colour) == 7
+    digits = [colour[n : n + 2] for n in (1, 3, 5)] if wide else [2 * c for c in colour[1:]]
+    return [int(pair, 16) / 255 for pair in digits]
+
+
+def same_colour(one, other):
+    return parts(one) == parts(other)
+
+
+def contrast(one, other):
+    linear = [
+        [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts(colour)]
+        for colour in (one, other)
+    ]
+    low, high = sorted(0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in linear)
+    return (high + 0.05) / (low + 0.05)
 
 
 def test_a_closing_tag_in_a_label_does_not_end_the_figure():

@@ -209,7 +209,7 @@ def ablate(
         direct=direct - found.baseline,
         weights=None if chosen.weights is None else chosen.weights(run),
         routes=found.routes,
-        token_texts=run.prompts.token_texts if each else None,
+        token_texts=run.prompts.token_texts if each or isinstance(positions, int) else None,
         path_to=ends.labels if ends is not None else None,
     )
 

@@ -18,7 +18,6 @@ from resid_patching.cli.lens_reading import (
     require_lens,
 )
 from resid_patching.cli.text import TextWindows, require_texts, windows_of
-from resid_patching.result import standard_error_over_positions
 from resid_patching.show.lens import kl_table
 from resid_patching.show.text import console, print_line
 
@@ -107,8 +106,9 @@ def show(arguments: Namespace) -> None:
     readouts = {"logit lens": beside(tuned), "tuned lens": tuned}
     mean_kl = None
     if arguments.position is None:
-        columns: dict[str, list[float]] = {}
-        errors: dict[str, list[float]] = {}
+        from resid_patching.result import standard_error_over_positions
+
+        columns, errors = {}, {}
         for name, readout in zip(("logit lens", "tuned"), readouts.values(), strict=True):
             kl = readout.kl.values[:-1].cpu().double()  # without the last state, where it is 0
             columns[name] = kl.nanmean((1, 2)).tolist()

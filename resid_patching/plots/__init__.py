@@ -24,6 +24,8 @@ title, and so is what was left out. Error bars are standard errors of the mean o
 runs downwards in grids and diagrams, and to the right where numbers are lines or bars along depth:
 the start is always at the top or the left.
 
+Every function raises `MissingExtraError` where plotly is not installed.
+
 Figures carry their own template, and no global theme is read or changed. All that a dark page needs
 otherwise is in the template: `figure.layout.template = plots.template(dark=True)`.
 """
@@ -38,21 +40,13 @@ from resid_patching.lens.readout import LensReadout
 from resid_patching.lens.results import LensResult, TopTokens
 from resid_patching.lens.tuned import TunedLens
 from resid_patching.patterns import AttentionPatterns
-from resid_patching.plots.attention import attention
-from resid_patching.plots.attribution import accumulated, attribution_bars, by_position
-from resid_patching.plots.bars import bars, effect_bars
+from resid_patching.plots.bars import attribution_bars, bars, effect_bars
 from resid_patching.plots.base import plotly_script, require_plotly, template
-from resid_patching.plots.heat import Of, as_head, effect_grids, heatmap, metric_words
-from resid_patching.plots.lens import (
-    Shade,
-    kl_by_layer,
-    lens_by_layer,
-    lens_grid,
-    trajectory,
-)
+from resid_patching.plots.heat import Of, attention, by_position, effect_grids, heatmap
+from resid_patching.plots.lens import Shade, lens_grid, trajectory
+from resid_patching.plots.lines import accumulated, kl_by_layer, lens_by_layer, stream
 from resid_patching.plots.paths import path_diagram
 from resid_patching.plots.png import png, require_renderer
-from resid_patching.plots.stream import stream
 from resid_patching.plots.tokens import TokenText, token_text
 from resid_patching.result import Result
 from resid_patching.stream import StreamReport
@@ -68,14 +62,16 @@ def show(result: Result | LensReadout | TunedLens) -> plotly.graph_objects.Figur
         result: anything that this package returns.
 
     Raises:
-        MissingExtraError: plotly is not installed.
         ValueError: there is no picture of it.
     """
     match result:
         case Effect():
-            return effect_grids(result) if is_grid(result) else effect_bars(result)
-        case Attribution():
-            return _attribution(result)
+            is_grid = result.columns is not None or "effect_bars" in result.pictures()
+            return effect_grids(result) if is_grid else effect_bars(result)
+        case Attribution() if len(result.axis("pos").labels) > 1:
+            return by_position(result)
+        case Attribution() if result.by != "head":
+            return attribution_bars(result)
         case AttentionPatterns():
             return attention(result)
         case StreamReport():
@@ -88,18 +84,6 @@ def show(result: Result | LensReadout | TunedLens) -> plotly.graph_objects.Figur
             return _fitted(result)
         case _:
             return heatmap(result)
-
-
-def is_grid(effect: Effect) -> bool:
-    """Whether an effect is drawn as a grid: heads, receivers side by side, or each position."""
-    several = len(effect.targets) > 1
-    return effect.columns is not None or several and all(as_head(t) for t in effect.targets)
-
-
-def _attribution(found: Attribution) -> Any:
-    if len(found.axis("pos").labels) > 1:
-        return by_position(found)
-    return heatmap(found) if found.by == "head" else attribution_bars(found)
 
 
 def _fitted(lens: TunedLens) -> Any:
@@ -125,11 +109,9 @@ __all__ = [
     "effect_bars",
     "effect_grids",
     "heatmap",
-    "is_grid",
     "kl_by_layer",
     "lens_by_layer",
     "lens_grid",
-    "metric_words",
     "path_diagram",
     "plotly_script",
     "png",

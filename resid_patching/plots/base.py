@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import importlib
-import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from resid_patching.errors import MissingExtraError
-from resid_patching.markup import printable
-from resid_patching.result import Axis, Result
+from resid_patching.markup import printable, quoted
 
 # Red below 0 and blue above, which the colour-blind tell apart. No colour of the light scale is too
 # dark for black numbers, and none of the dark scale too bright for white ones (4.5:1 and more).
@@ -22,57 +20,78 @@ FROM_ZERO = "#ffffff #deebf7 #c6dbef #9ecae1 #6baed6 #4292c6".split()
 DARK_RED_TO_BLUE = "#b2182b #7a1a24 #46191d #1f1f1f #172c42 #1a4874 #2166ac".split()
 DARK_FROM_ZERO = "#1f1f1f #17293c #173655 #1a4874 #1d5790 #2166ac".split()
 # Bars, lines and nodes: 3:1 and more on a white and on a dark page.
-NEGATIVE, POSITIVE, ABSENT, INK = "#d6604d", "#4393c3", "#a6a6a6", "#808080"
-SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#808080")  # Okabe and Ito's
+NEGATIVE, POSITIVE, INK = "#d6604d", "#4393c3", "#808080"
+SERIES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#808080"]  # Okabe and Ito's
 FLOOR = {"probability": 1e-3}  # what a scale reaches at least, in the unit
 _FLOOR = 1e-2  # of logits, nats and the rest
 CHARACTER = 6.6  # pixels, about
-_LINE_HEIGHT = 20
 
 
 def template(*, dark: bool = False) -> dict[str, Any]:
-    """The template of every figure: all colours that differ between a white and a dark page.
+    """The template of every figure: its look, and all colours that differ on a dark page.
 
     With `figure.layout.template = template(dark=True)` it is the figure for a dark page.
     """
     ink, paper, lines = (
-        ("#e6e6e6", "#161616", "#3a3a3a") if dark else ("#222222", "#ffffff", "#e5e5e5")
+        ("#e4e4e4", "#16181c", "#3a3f47") if dark else ("#222222", "#ffffff", "#e5e5e5")
     )
     signed, unsigned = (DARK_RED_TO_BLUE, DARK_FROM_ZERO) if dark else (RED_TO_BLUE, FROM_ZERO)
     axis = {"gridcolor": lines, "zerolinecolor": INK, "linecolor": lines, "ticks": ""}
+    bar = {"thickness": 12, "lenmode": "pixels", "y": 1, "yanchor": "top"}
+    legend = {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
+    numbers = {"size": 10, "color": "#ffffff" if dark else "#000000"}
+    cells = {"textfont": numbers, "hoverongaps": False, "xgap": 1, "ygap": 1}
+    errors = {"color": INK, "thickness": 1.5, "width": 3}
     return {
         "layout": {
             "font": {"color": ink, "family": "system-ui, sans-serif"},
             "paper_bgcolor": paper,
             "plot_bgcolor": paper,
-            "colorscale": {"diverging": scale_of(signed), "sequential": scale_of(unsigned)},
-            "xaxis": axis,
-            "yaxis": axis,
+            "colorscale": {"diverging": _steps(signed), "sequential": _steps(unsigned)},
+            "coloraxis": {"autocolorscale": True, "colorbar": bar},
+            "xaxis": {**axis, "automargin": True},
+            "yaxis": {**axis, "automargin": True},
+            "legend": legend,
             "hoverlabel": {"align": "left"},
+            "title": {"x": 0.01, "xanchor": "left", "y": 1, "yanchor": "top", "font": {"size": 15}},
         },
-        "data": {"heatmap": [{"textfont": {"color": "#ffffff" if dark else "#000000"}}]},
+        "data": {
+            "heatmap": [cells],
+            "bar": [{"error_x": errors, "error_y": errors}],
+            "scatter": [{"cliponaxis": False, "textfont": {"size": 11}, "error_y": errors}],
+        },
     }
 
 
-def largest_of(values: Iterable[Tensor], unit: str) -> float:
-    """Where a scale ends: the largest size, or the floor of the unit, so that noise stays pale."""
-    sizes = [float(value.nan_to_num().abs().max()) for value in values if value.numel()]
-    return max([FLOOR.get(unit, _FLOOR), *sizes])
+def _steps(colours: Sequence[str]) -> list[list[Any]]:
+    """Colours at even steps, as plotly takes them."""
+    return [[i / (len(colours) - 1), colour] for i, colour in enumerate(colours)]
 
 
 def require_plotly() -> Any:
-    """The module `plotly.graph_objects`.
+    """The module `plotly.express`.
 
     Raises:
         MissingExtraError: plotly is not installed.
     """
     try:
-        return importlib.import_module("plotly.graph_objects")
+        importlib.import_module("plotly.graph_objects")
+        return importlib.import_module("plotly.express")
     except ImportError as error:
         raise MissingExtraError(
             "pictures are drawn with plotly, which is not installed; "
             "pip install 'resid-patching[plots]'"
         ) from error
+
+
+def plotly_script() -> str:
+    """The text of plotly.js as it ships with plotly, for a page of its own.
+
+    Raises:
+        MissingExtraError: plotly is not installed.
+    """
+    require_plotly()
+    return importlib.import_module("plotly.offline").get_plotlyjs()
 
 
 def lay_out(
@@ -84,6 +103,7 @@ def lay_out(
     below: int = 55,
     above: int = 0,
     least: int = 360,
+    legend: bool = False,
     **layout: Any,
 ) -> None:
     """Gives a figure its size, its title and its own template.
@@ -96,45 +116,33 @@ def lay_out(
         below: height of what stands below it.
         above: height of what stands between it and the title.
         least: the width below which its labels would run together; a page scrolls it instead.
+        legend: whether lines or bars are named above them.
         layout: anything else.
     """
-    title, top = _title(heading, width)
+    above += 26 if legend else 0
+    first, *small = heading
+    lines = [literal(line) for line in textwrap.wrap(first, int(width / 8.2))]
+    for text in small:
+        for line in textwrap.wrap(text, int(width / CHARACTER)):
+            lines.append(f"<span style='font-size:12px'>{literal(line)}</span>")
+    top = 30 + 20 * len(lines)
     figure.layout.template = template()  # assigned, for an update would keep the caller's theme
     figure.update_layout(
-        title=title,
+        # Plotly puts the first of several lines a line higher.
+        title={"text": "<br>".join(lines), "pad": {"t": 22 if len(lines) > 1 else 10}},
         width=width,
         height=top + above + inside + below,
         margin={"l": 50, "r": 30, "t": top + above, "b": below},
         meta={"heading": list(heading), "title_height": top, "least": least},
+        showlegend=legend,
+        legend_title_text="",
         **layout,
     )
-
-
-def _title(heading: Sequence[str], width: int) -> tuple[dict[str, Any], int]:
-    """A title wrapped to the figure's width, and the height that it needs."""
-    first, *below = heading
-    lines = [literal(line) for line in textwrap.wrap(first, int(width / 8.2))]
-    small = [
-        f"<span style='font-size:12px'>{literal(line)}</span>"
-        for text in below
-        for line in textwrap.wrap(text, int(width / CHARACTER))
-    ]
-    text = "<br>".join([*lines, *small])
-    title = {"text": text, "x": 0.01, "xanchor": "left", "y": 1, "yanchor": "top"}
-    several = len(lines) + len(small) > 1  # plotly puts the first of several a line higher
-    title |= {"pad": {"t": 22 if several else 10}, "font": {"size": 15}}
-    return title, 30 + _LINE_HEIGHT * (len(lines) + len(small))
 
 
 def heading_of(first: str, unit: str, *details: str) -> list[str]:
     """A title: what is shown, then its unit and whatever else must be known."""
     return [first[:1].upper() + first[1:], "; ".join([f"in {unit}", *details])]
-
-
-def over_prompts(result: Result) -> str:
-    """What a mean over prompts was taken over."""
-    n = result.provenance.n_prompts
-    return f"mean over {n} prompts" if n > 1 else "one prompt"
 
 
 def under(result: Result) -> tuple[str, ...]:
@@ -143,19 +151,17 @@ def under(result: Result) -> tuple[str, ...]:
     return (f"under {text}",) if text else ()
 
 
-def bar_size(height: int) -> dict[str, Any]:
-    """A colour bar no longer than one grid, in pixels, and no longer than the eye needs."""
-    return {"lenmode": "pixels", "len": max(100, min(300, height + 20)), "y": 1, "yanchor": "top"}
+def at_token(position: str | int, tokens: Iterable[str]) -> str:
+    """A position with its token, where all prompts have the same there: `position 3, " day"`."""
+    where = f"position {position}" if isinstance(position, int) else "one position a prompt"
+    there = set(tokens)
+    return f"{where}, {quoted(there.pop())}" if len(there) == 1 else where
 
 
-def scale_of(colours: Sequence[str]) -> list[list[Any]]:
-    """Colours at even steps, as plotly takes them."""
-    return [[i / (len(colours) - 1), colour] for i, colour in enumerate(colours)]
-
-
-def mean(values: Tensor) -> Tensor:
-    """Mean over prompts [..., batch] -> [...]."""
-    return values.detach().cpu().double().mean(-1)
+def largest_of(values: Tensor, unit: str) -> float:
+    """Where a scale ends: the largest size, or the floor of the unit, so that noise stays pale."""
+    sizes = values.nan_to_num().abs().flatten().tolist()
+    return max([FLOOR.get(unit, _FLOOR), *sizes])
 
 
 def why_empty(values: Tensor, unit: str) -> str | None:
@@ -166,50 +172,12 @@ def why_empty(values: Tensor, unit: str) -> str | None:
     return f"below {limit:g} everywhere" if float(values.nan_to_num().abs().max()) < limit else None
 
 
-def error_bars(errors: Sequence[float]) -> dict[str, Any] | None:
-    """Standard errors as plotly's error bars; None where there are none."""
-    if not any(error > 0 for error in errors):
-        return None
-    return {
-        "type": "data",
-        "array": listed(list(errors)),
-        "color": INK,
-        "thickness": 1.5,
-        "width": 3,
-    }
+def sign_colours(numbers: Iterable[float]) -> list[str]:
+    """Blue for what is above 0, red for what is below."""
+    return [POSITIVE if number >= 0 else NEGATIVE for number in numbers]
 
 
-def names(axis: Axis) -> list[str]:
-    """An axis's labels as plotly shows them."""
-    return [literal(str(label)) for label in axis.labels]
-
-
-def literal(text: str) -> str:
-    """Text that plotly shows as it is; control characters become escapes.
-
-    Plotly reads some tags, entities, `%{names}`, and TeX between dollar signs where a notebook has
-    MathJax.
-    """
-    escaped = html.escape(printable(text), quote=False)
-    return escaped.replace("$", "&#36;").replace("%{", "&#37;{")
-
-
-def quoted(text: str, longest: int | None = None) -> str:
-    """A token in quotes, cut where it is long, as plotly shows it."""
-    text = printable(text)
-    if longest is not None and len(text) > longest:
-        text = text[: longest - 1] + "…"
-    return literal(f'"{text}"')
-
-
-def listed(values: Any) -> Any:
-    """Nested lists of numbers, None where there is none."""
-    if isinstance(values, list):
-        return [listed(value) for value in values]
-    return None if math.isnan(values) else values
-
-
-def short(numbers: Sequence[float], *, more: int = 0) -> str:
+def short(numbers: Iterable[float], *, more: int = 0) -> str:
     """A format that leaves the largest number two or three digits, and `more`."""
     largest = max(map(abs, numbers), default=0.0)
     if 0 < largest < 1e-3:
@@ -218,11 +186,20 @@ def short(numbers: Sequence[float], *, more: int = 0) -> str:
     return f".{more + sum(largest < limit for limit in limits)}f"
 
 
-def plotly_script() -> str:
-    """The text of plotly.js as it ships with plotly, for a page of its own.
+def literal(text: object) -> str:
+    """Text that plotly shows as it is; control characters become escapes.
 
-    Raises:
-        MissingExtraError: plotly is not installed.
+    Plotly reads some tags, entities, `%{names}`, and TeX between dollar signs where a notebook has
+    MathJax.
     """
-    require_plotly()
-    return importlib.import_module("plotly.offline").get_plotlyjs()
+    escaped = html.escape(printable(str(text)), quote=False)
+    return escaped.replace("$", "&#36;").replace("%{", "&#37;{")
+
+
+def clipped(text: object, most: int) -> str:
+    """A name as plotly shows it, cut where it is long; it says how many targets it is of."""
+    text = str(text)
+    if len(text) <= most:
+        return literal(text)
+    several = f" ({n})" if (n := text.count(" + ") + 1) > 1 else ""
+    return literal(f"{text[: most - 1 - len(several)]}…{several}")

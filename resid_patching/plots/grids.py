@@ -6,39 +6,36 @@ or a copy of one before it is not drawn, and the title says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
+from resid_patching.markup import quoted
 from resid_patching.plots.base import (
-    ABSENT,
     CHARACTER,
-    bar_size,
+    clipped,
     largest_of,
     lay_out,
-    listed,
     literal,
-    names,
-    quoted,
     require_plotly,
     short,
+    template,
     why_empty,
 )
-from resid_patching.result import Axis
 
 if TYPE_CHECKING:
+    import pandas
     import plotly.graph_objects
 
-_CELL_WIDTH, _ROW_HEIGHT, _THIN_ROW = 46, 23, 15  # pixels
-_NARROW = 40  # cells narrower than this show no numbers
-_MANY_ROWS = 40  # from here on rows are thinner, and cells show no numbers
-_THIN_CELL, _SLANTED_LABEL = 6, 12  # of a long row of positions; a label at a slant
-_SCREEN = 1200  # what panels side by side may take
+_WIDEST_CELL, _NARROW, _SLANTED, _THIN_CELL = 46, 40, 12, 6  # pixels of a cell; below 40 no numbers
+_ROW, _THIN_ROW, _MANY_ROWS = 23, 15, 40  # pixels of a row, of one of many rows
+_SCREEN, _BAR, _GAP = 1200, 90, 26  # what panels take side by side; the colour bar; between panels
+_LONGEST_ROW, _LONGEST_COLUMN = 26, 18  # characters of a label
+_ABSENT = "rgba(128,128,128,0.5)"  # cells without a number, on a white and on a dark page
 _BEHIND = "rgba(128,128,128,0.2)"  # cells that cannot exist
-_LONGEST = 11  # characters of a token
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,42 +43,35 @@ class Grid:
     """Numbers on two axes; NaN where there is none.
 
     Attributes:
-        rows: downwards.
-        columns: to the right.
-        values: [row, column].
-        beside: what is also shown when hovering, each as values.
-        tokens: of the columns, where they are positions.
-        row_tokens: of the rows, where they are positions.
-        texts: what stands in each cell instead of its number.
-        hovers: what hovering shows of each cell, instead of labels and numbers.
-        hidden: [row, column], cells that cannot exist and are not drawn at all.
+        values: the numbers; the index and the columns have labels and a name.
+        texts: what stands in each cell instead of its number [row, column].
+        hovers: what hovering also shows of each cell [row, column], as plotly reads it.
     """
 
-    rows: Axis
-    columns: Axis
-    values: Tensor
-    beside: Mapping[str, Tensor] = field(default_factory=dict)
-    tokens: Sequence[str] | None = None
-    row_tokens: Sequence[str] | None = None
-    texts: list[list[str]] | None = None
-    hovers: list[list[str]] | None = None
-    hidden: Tensor | None = None
+    values: pandas.DataFrame
+    texts: Any = None
+    hovers: Any = None
 
     @property
-    def is_tall(self) -> bool:
-        """Whether there are so many rows that they are drawn thin."""
-        return len(self.rows.labels) > _MANY_ROWS
+    def numbers(self) -> torch.Tensor:
+        """The numbers alone [row, column]."""
+        return torch.tensor(self.values.to_numpy(dtype=float))
 
-    @property
-    def height(self) -> int:
-        """In pixels."""
-        return len(self.rows.labels) * (_THIN_ROW if self.is_tall else _ROW_HEIGHT)
 
-    @property
-    def absent(self) -> Tensor:
-        """Cells that could exist and have no number."""
-        absent = self.values.isnan()
-        return absent if self.hidden is None else absent & ~self.hidden
+def pivoted(frame: Any, row: str, column: str, value: str) -> pandas.DataFrame:
+    """A column of a data frame as a grid, in the frame's own order.
+
+    Positions carry their tokens where the frame has them.
+    """
+    if column == "position" and "token" in frame:
+        frame = frame.assign(position=with_tokens(frame["position"], frame["token"]))
+    order = {"index": frame[row].unique(), "columns": frame[column].unique()}
+    return frame.pivot(index=row, columns=column, values=value).reindex(**order)
+
+
+def with_tokens(positions: Iterable[int], tokens: Iterable[str]) -> list[str]:
+    """Positions as they stand on an axis: `3 " day"`."""
+    return [f"{p} {quoted(token)}" for p, token in zip(positions, tokens, strict=True)]
 
 
 def draw_grids(
@@ -92,6 +82,7 @@ def draw_grids(
     signed: bool = True,
     end: float | None = None,
     cell: int | None = None,
+    triangle: bool = False,
 ) -> plotly.graph_objects.Figure:
     """Grids of the same rows and columns on one scale, beside each other where they fit.
 
@@ -103,71 +94,92 @@ def draw_grids(
         end: of the scale; None for the largest size, or the unit's floor (0.01, probabilities
             0.001) where all are smaller.
         cell: pixels of a cell's width; None for as wide as fits.
-
-    Raises:
-        MissingExtraError: plotly is not installed.
+        triangle: cells without a number cannot exist, and are not drawn at all.
     """
-    go = require_plotly()
-    from plotly.subplots import make_subplots
-
+    px = require_plotly()
     grids, notes = _distinct(grids, unit)
-    first, n = next(iter(grids.values())), len(grids)
-    planes = torch.stack([grid.values for grid in grids.values()])
-    end = largest_of([planes], unit) if end is None else end
-    row_names, column_names = (
-        _names(first.rows, first.row_tokens),
-        _names(first.columns, first.tokens),
+    first, names = next(iter(grids.values())), [literal(name) for name in grids]
+    planes = torch.stack([grid.numbers for grid in grids.values()])
+    sizes = _Sizes(first.values, len(grids), cell)
+    figure = px.imshow(
+        planes.numpy(),
+        x=[literal(label) for label in first.values.columns],
+        y=[literal(label) for label in first.values.index],
+        labels={"x": first.values.columns.name, "y": first.values.index.name},
+        facet_col=0,
+        aspect="auto",
+        template=template(),
+        **sizes.facets,
     )
-    left = 45 + round(CHARACTER * max(map(len, row_names)))
-    n_columns, longest = len(column_names), max(map(len, column_names))
-    fits = (_SCREEN - left - 90 - 26 * (n - 1)) // n // n_columns
-    across = fits >= (cell or (15 if first.is_tall else 19))
-    if cell is None:
-        least = _THIN_CELL if n_columns > _MANY_ROWS else _CELL_WIDTH
-        room = fits if across else max(least, (_SCREEN - left - 90) // n_columns)
-        cell = min(_CELL_WIDTH, room)
-    slant = round(longest * 5.8) if longest * CHARACTER > cell else 0
-    wide, gap = max(cell * n_columns, 90), 26 if across else 60 + slant
-    whole = (wide if across else first.height) * n + (n - 1) * gap
-    figure = make_subplots(
-        rows=1 if across else n,
-        cols=n if across else 1,
-        subplot_titles=[literal(name) for name in grids] if n > 1 else None,
-        shared_yaxes=across,
-        **{"horizontal_spacing" if across else "vertical_spacing": gap / whole},  # type: ignore[arg-type]
-    )
-    digits = (
-        None if first.is_tall or cell < _NARROW else short([float(planes.nan_to_num().abs().max())])
-    )
-    for number, grid in enumerate(grids.values()):
-        row, col = (1, number + 1) if across else (number + 1, 1)
-        figure.add_trace(_cells(go, grid, unit, digits), row=row, col=col)
-        if bool(grid.absent.any()):
-            figure.add_trace(_absent_cells(go, grid), row=row, col=col)
-    if any(bool(grid.absent.any()) for grid in grids.values()):
+    digits = "" if sizes.thin else f"%{{z:{short(planes.nan_to_num().flatten().tolist())}}}"
+    where = f"{first.values.index.name} %{{y}}<br>{first.values.columns.name} %{{x}}<br>"
+    number = f"%{{z:+.5g}} {literal(unit)}"
+    for trace, grid in zip(figure.data, grids.values(), strict=True):
+        more = "" if grid.hovers is None else "<br>%{customdata}"
+        if grid.texts is None:
+            trace.update(texttemplate=digits)
+        else:
+            trace.update(text=grid.texts, texttemplate="%{text}", textfont_size=11)
+        trace.update(customdata=grid.hovers, hovertemplate=f"{where}{number}{more}<extra></extra>")
+    if not triangle and bool(planes.isnan().any()):
         notes.append("grey ×: no value")
-    inside = max(110, first.height if across else whole)
+        _mark_absent(figure, planes, f"{where}no value<extra></extra>")
+    end = largest_of(planes, unit) if end is None else end
+    bar = {"title": {"text": f"{literal(unit)}<br> "}, "len": max(100, min(300, sizes.inside + 20))}
+    figure.layout.coloraxis = {"cmin": -end if signed else 0, "cmax": end, "colorbar": bar}
+    shrinks = len(grids) == 1 and first.texts is None
     lay_out(
         figure,
         [*heading[:-1], "; ".join([heading[-1], *notes])],
-        width=max(440, left + (whole if across else wide) + 90),
-        inside=inside,
-        above=24 if n > 1 else 0,
-        below=50 + slant,
-        least=left + (whole if across else wide) + 90
-        if n > 1 or first.texts
-        else 110 + left + n_columns * min(cell, 20),
-        coloraxis={
-            "cmin": -end if signed else 0,
-            "cmax": end,
-            "autocolorscale": True,  # the template's, for numbers of both signs or from 0
-            "colorbar": {"title": {"text": literal(unit)}, "thickness": 12, **bar_size(inside)},
-        },
+        width=sizes.width,
+        inside=sizes.inside,
+        above=24 if len(grids) > 1 else 0,
+        below=50 + sizes.slant,
+        least=sizes.least if shrinks else sizes.width,
     )
-    if first.hidden is not None:  # 0 is a white cell, and what cannot exist is none
+    if triangle:  # 0 is a white cell, and what cannot exist is none
         figure.update_layout(plot_bgcolor=_BEHIND)
-    _label_axes(figure, first, (row_names, column_names), cell, slant > 0, across, n)
+    _label_axes(figure, first.values, sizes)
+    figure.layout.annotations = figure.layout.annotations if len(names) > 1 else ()
+    for note in figure.layout.annotations:  # "facet_col=0"
+        note.update(text=names[int(note.text.rpartition("=")[2])], font={"size": 13})
+        note.update({} if sizes.across else {"x": 0, "xanchor": "left"})
     return figure
+
+
+class _Sizes:
+    """How large cells are, and whether panels stand beside or below each other.
+
+    Attributes:
+        across: beside each other.
+        cell: pixels of a cell's width.
+        thin: whether cells have no room for numbers.
+        slant: pixels that column labels take at a slant; 0 where they stand level.
+        width, inside: of the figure, and the height of what is drawn.
+        least: the width at which labels still stand apart.
+        facets: what plotly.express is told.
+    """
+
+    def __init__(self, values: pandas.DataFrame, n: int, cell: int | None) -> None:
+        n_rows, n_columns = values.shape
+        longest_row, longest = (max(len(str(la)) for la in a) for a in (values.index, values))
+        longest = min(_LONGEST_COLUMN, longest)
+        around = 45 + round(CHARACTER * min(_LONGEST_ROW, longest_row)) + _BAR
+        beside = ((_SCREEN - around + _GAP) // n - _GAP) // n_columns
+        self.across = beside >= (cell or 19)
+        fits = beside if self.across else (_SCREEN - around) // n_columns
+        self.cell = cell or min(_WIDEST_CELL, max(_THIN_CELL, fits))
+        self.thin = n_rows > _MANY_ROWS or self.cell < _NARROW
+        self.slant = round(longest * 5.8) if longest * CHARACTER > self.cell else 0
+        wide = max(self.cell * n_columns, 90)
+        high = n_rows * (_THIN_ROW if n_rows > _MANY_ROWS else _ROW)
+        one, gap = (wide, _GAP) if self.across else (high, 60 + self.slant)
+        whole = one * n + gap * (n - 1)
+        self.width = max(440, around + (whole if self.across else wide))
+        self.inside = max(110, high if self.across else whole)
+        self.least = around + 20 + n_columns * min(self.cell, 20)
+        spacing = "facet_col_spacing" if self.across else "facet_row_spacing"
+        self.facets = {"facet_col_wrap": n if self.across else 1, spacing: (n > 1) * gap / whole}
 
 
 def _distinct(grids: Mapping[str, Grid], unit: str) -> tuple[dict[str, Grid], list[str]]:
@@ -178,7 +190,7 @@ def _distinct(grids: Mapping[str, Grid], unit: str) -> tuple[dict[str, Grid], li
         copied = [other for other, known in kept.items() if _is_copy(known, grid, unit)]
         if copied:
             notes.append(f"{name}: the same as {copied[0]}")
-        elif kept and (why := why_empty(grid.values, unit)):
+        elif kept and (why := why_empty(grid.numbers, unit)):
             notes.append(f"{name}: {why}")
         else:
             kept[name] = grid
@@ -186,95 +198,43 @@ def _distinct(grids: Mapping[str, Grid], unit: str) -> tuple[dict[str, Grid], li
 
 
 def _is_copy(known: Grid, grid: Grid, unit: str) -> bool:
-    size = largest_of([known.values], unit)
-    same = torch.allclose(known.values, grid.values, rtol=0, atol=1e-6 * size, equal_nan=True)
-    return same and known.texts == grid.texts
+    near = 1e-6 * largest_of(known.numbers, unit)
+    same = torch.allclose(known.numbers, grid.numbers, rtol=0, atol=near, equal_nan=True)
+    return same and np.array_equal(known.texts, grid.texts)
 
 
-def _names(axis: Axis, tokens: Sequence[str] | None) -> list[str]:
-    if tokens is None:
-        return names(axis)
-    pairs = zip(names(axis), tokens, strict=True)
-    return [f"{label} {quoted(token, _LONGEST)}" for label, token in pairs]
+def _mark_absent(figure: Any, planes: torch.Tensor, hover: str) -> None:
+    """Grey cells with a cross where there is no number, over each panel."""
+    for trace, absent in zip(list(figure.data), planes.isnan().numpy(), strict=True):
+        if absent.any():
+            figure.add_heatmap(
+                **{name: trace[name] for name in ("x", "y", "xaxis", "yaxis")},
+                z=np.where(absent, 0.0, np.nan),
+                text=np.where(absent, "×", ""),
+                texttemplate="%{text}",
+                colorscale=[_ABSENT, _ABSENT],
+                showscale=False,
+                hovertemplate=hover,
+            )
 
 
-def _cells(go: Any, grid: Grid, unit: str, digits: str | None) -> Any:
-    """The numbers on the scale that all grids share."""
-    lines = [
-        f"{grid.rows.name} %{{y}}",
-        f"{grid.columns.name} %{{x}}",
-        f"%{{z:+.5g}} {literal(unit)}",
-    ]
-    custom: Any = None
-    if grid.hovers is not None:
-        custom, lines = grid.hovers, ["%{customdata}"]
-    elif grid.tokens is not None:
-        rows = grid.row_tokens or [""] * len(grid.rows.labels)
-        custom = [[[quoted(row), quoted(token)] for token in grid.tokens] for row in rows]
-        lines[0] += " %{customdata[0]}" * (grid.row_tokens is not None)
-        lines[1] += " %{customdata[1]}"
-    elif len(grid.beside) > 1:
-        custom = listed(torch.stack(list(grid.beside.values()), -1).tolist())
-        lines += [f"{name} %{{customdata[{n}]:+.5g}}" for n, name in enumerate(grid.beside)]
-    template = "%{text}" if grid.texts else digits and f"%{{z:{digits}}}"
-    return go.Heatmap(
-        z=listed(grid.values.tolist()),
-        x=names(grid.columns),
-        y=names(grid.rows),
-        text=grid.texts,
-        texttemplate=template,
-        textfont={"size": 11 if grid.texts else 10},
-        customdata=custom,
-        hovertemplate="<br>".join(lines) + "<extra></extra>",
-        coloraxis="coloraxis",
-        hoverongaps=False,
-        xgap=1,
-        ygap=1,
-    )
-
-
-def _absent_cells(go: Any, grid: Grid) -> Any:
-    """Grey cells with a cross where there is no number."""
-    absent = grid.absent.tolist()
-    where = f"{grid.rows.name} %{{y}}<br>{grid.columns.name} %{{x}}"
-    return go.Heatmap(
-        z=[[0 if cell else None for cell in row] for row in absent],
-        x=names(grid.columns),
-        y=names(grid.rows),
-        colorscale=[[0, ABSENT], [1, ABSENT]],
-        showscale=False,
-        text=[["×" if cell else "" for cell in row] for row in absent],
-        texttemplate="%{text}",
-        textfont={"size": 10, "color": "#000000"},
-        hovertemplate=f"{where}<br>no value<extra></extra>",
-        hoverongaps=False,
-        xgap=1,
-        ygap=1,
-    )
-
-
-def _label_axes(
-    figure: Any,
-    grid: Grid,
-    shown: tuple[list[str], list[str]],
-    cell: int,
-    slanted: bool,
-    across: bool,
-    n: int,
-) -> None:
-    """Names every row and column, or as many columns as stand apart, and the axes themselves."""
+def _label_axes(figure: Any, values: pandas.DataFrame, sizes: _Sizes) -> None:
+    """Names every row and column, or as many columns as stand apart."""
     # Labels such as 10.1 and 10.10 are names, not numbers.
-    common = {"type": "category", "tickfont": {"size": 11}, "automargin": True}
-    common |= {"showgrid": False, "zeroline": False, "tickmode": "array"}
-    step = max(1, -(-_SLANTED_LABEL // cell))
-    columns = {"tickvals": names(grid.columns)[::step], "ticktext": shown[1][::step]}
-    figure.update_xaxes(**common, **columns, tickangle=-60 if slanted else 0)
-    figure.update_yaxes(
-        **common, tickvals=names(grid.rows), ticktext=shown[0], autorange="reversed"
+    common = {"type": "category", "tickfont": {"size": 11}, "showgrid": False, "zeroline": False}
+    columns = list(values.columns)[:: max(1, -(-_SLANTED // sizes.cell))]
+    figure.update_xaxes(
+        **common,
+        tickvals=[literal(label) for label in columns],
+        ticktext=[clipped(label, _LONGEST_COLUMN) for label in columns],
+        tickangle=-60 if sizes.slant else 0,
+        showticklabels=True,
+        title_standoff=4,
     )
-    title = {"text": grid.columns.name, "standoff": 4}
-    figure.update_xaxes(title=title, row=None if across else n)
-    figure.update_yaxes(title={"text": grid.rows.name, "standoff": 10}, col=1)
-    figure.update_annotations(font={"size": 13})
-    if not across:
-        figure.update_annotations(x=0, xanchor="left")
+    figure.update_yaxes(
+        **common,
+        tickvals=[literal(label) for label in values.index],
+        ticktext=[clipped(label, _LONGEST_ROW) for label in values.index],
+        autorange="reversed",
+        title_standoff=10,
+    )

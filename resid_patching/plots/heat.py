@@ -1,26 +1,33 @@
-"""Grids of numbers as colours, one alone or several side by side on one scale."""
+"""Results as one grid, or as several side by side on one scale."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from resid_patching.ablation import Effect
 from resid_patching.address import Head, HeadInput, HeadNode, Neuron, parse
 from resid_patching.attribution import Attribution
 from resid_patching.errors import AddressError
-from resid_patching.plots.base import heading_of, mean, over_prompts, under
-from resid_patching.plots.grids import Grid, draw_grids
-from resid_patching.result import Axis, Result, place_of
+from resid_patching.patterns import AttentionPatterns
+from resid_patching.plots.base import heading_of, under
+from resid_patching.plots.grids import Grid, draw_grids, pivoted, with_tokens
+from resid_patching.plots.titles import (
+    about_effect,
+    at_one_position,
+    metric_words,
+    over_prompts,
+    scored_after,
+    what_is_scored,
+)
+from resid_patching.result import Result
 
 if TYPE_CHECKING:
+    import pandas
     import plotly.graph_objects
 
 Of: TypeAlias = Literal["total", "direct", "indirect"]
+PARTS: tuple[Of, ...] = get_args(Of)
 
 
 def heatmap(
@@ -37,18 +44,31 @@ def heatmap(
             prompts stand below it in either case.
 
     Returns:
-        A figure whose first trace holds the numbers, None where there is none.
+        A figure whose first trace holds the numbers, NaN where there is none.
 
     Raises:
-        MissingExtraError: plotly is not installed.
         ValueError: another number of axes, no heads, or `of` for what is no `Effect`.
     """
-    if of not in ("total", "direct", "indirect"):
+    if of not in PARTS:
         raise ValueError(f"of is 'total', 'direct' or 'indirect', got {of!r}")
     if of != "total" and not isinstance(result, Effect):
         raise ValueError(f"of={of!r} is a choice between the numbers of an Effect")
-    grid = _grid(result, of)
-    return draw_grids({"": grid}, result.unit, _heading(result, of, title))
+    if isinstance(result, Effect):
+        planes = _planes(result)
+        grid, details = Grid(planes[of], hovers=_hovers(planes)), about_effect(result)
+        plan = f"{of.capitalize()} effect on {metric_words(result)}"
+    elif isinstance(result, Attribution):
+        frame = at_one_position(result)
+        grid, plan = Grid(_by_layer(frame, "value")), what_is_scored(result)
+        rest = frame.loc[frame["head"].isna(), "value"]
+        others = f"heads alone: the {len(rest)} other rows add up to {rest.sum():+.4g}"
+        details = (scored_after(result), over_prompts(result), others)
+    else:
+        grid, plan = Grid(_own_axes(result)), result.provenance.plan
+        details = (over_prompts(result),)
+    if title is not None and not isinstance(result, Effect):
+        details = (plan, *details)
+    return draw_grids({"": grid}, result.unit, heading_of(title or plan, result.unit, *details))
 
 
 def effect_grids(
@@ -62,165 +82,154 @@ def effect_grids(
         top: of heads, neurons and their inputs in these two, so many rows or columns, by their
             largest total effect; the title says how many there are. What has an order is shown
             whole: positions, stream states, and the layers' attention, MLPs and biases.
-
-        tokens: of the prompt, to stand beside the positions where it is one prompt.
+        tokens: to stand beside the positions; None for the effect's own, where its prompts agree.
 
     Returns:
         A figure with a trace of numbers for each of the three, and of what has none. One
         that is empty or a copy of another is not drawn, and the title says so.
 
     Raises:
-        MissingExtraError: plotly is not installed.
         ValueError: the targets are not heads, or there are not as many tokens as positions.
     """
-    parts: tuple[Of, ...] = ("total", "direct", "indirect")
-    grids: dict[str, Grid] = {of: _grid(effect, of) for of in parts}
-    axes = (grids["total"].rows, grids["total"].columns)
-    if effect.columns is not None:
-        grids = _strongest(grids, top)
-    shown = (grids["total"].rows, grids["total"].columns)
+    planes = _planes(effect)
+    total = planes["total"]
+    name, n = total.columns.name, len(total.columns)
     if tokens is not None:
-        if shown[1].name != "position" or len(tokens) != len(shown[1].labels):
-            raise ValueError(f"{len(tokens)} tokens for {len(shown[1].labels)} {shown[1].name}s")
-        grids = {of: dataclasses.replace(grid, tokens=tokens) for of, grid in grids.items()}
-    heading = _heading(
-        effect, "total", f"Effects on {metric_words(effect)}: total, direct, indirect"
-    )
-    for some, all_ in zip(shown, axes, strict=True):
-        n, n_all = len(some.labels), len(all_.labels)
-        heading[-1] += f"; the strongest {n} of {n_all} {all_.name}s" if n < n_all else ""
-    return draw_grids(grids, effect.unit, heading)
+        if effect.columns is None or name != "position" or len(tokens) != n:
+            raise ValueError(f"{len(tokens)} tokens for {n} {name}s")
+        for plane in planes.values():
+            plane.columns = with_tokens(effect.columns.labels, tokens)  # type: ignore[arg-type]
+            plane.columns.name = name
+    details = list(about_effect(effect))
+    if effect.columns is not None:
+        rows, columns = (_strongest(total.abs().max(axis=axis), top) for axis in (1, 0))
+        planes = {of: plane.loc[rows, columns] for of, plane in planes.items()}
+        for axis, kept in ((total.index, rows), (total.columns, columns)):
+            if len(kept) < len(axis):
+                details.append(f"the strongest {len(kept)} of {len(axis)} {axis.name}s")
+    hovers = _hovers(planes)
+    grids: dict[str, Grid] = {of: Grid(plane, hovers=hovers) for of, plane in planes.items()}
+    first = f"Effects on {metric_words(effect)}: total, direct, indirect"
+    return draw_grids(grids, effect.unit, heading_of(first, effect.unit, *details))
 
 
-def _strongest(grids: Mapping[str, Grid], top: int) -> dict[str, Grid]:
-    """The rows and columns with the largest totals, in the order they were given.
+def by_position(
+    found: Attribution, *, batch: int = 0, top: int = 30
+) -> plotly.graph_objects.Figure:
+    """What the largest components wrote at each position of one prompt.
 
-    All of them where they have an order of their own: a gap in it would hide where effects change.
+    Args:
+        found: at several positions.
+        batch: which prompt.
+        top: how many rows, by their largest size at any position, in the order they write.
+
+    Returns:
+        A figure whose first trace holds the numbers.
     """
-    total = grids["total"]
-    sizes = total.values.nan_to_num().abs()
-    rows = _largest(sizes.amax(1), top, total.rows)
-    columns = _largest(sizes.amax(0), top, total.columns)
-
-    def part(grid: Grid) -> Grid:
-        beside = {name: values[rows][:, columns] for name, values in grid.beside.items()}
-        return Grid(
-            Axis(grid.rows.name, tuple(grid.rows.labels[n] for n in rows)),
-            Axis(grid.columns.name, tuple(grid.columns.labels[n] for n in columns)),
-            grid.values[rows][:, columns],
-            beside,
-        )
-
-    return {name: part(grid) for name, grid in grids.items()}
+    frame = found.to_frame().rename(columns={"component": "row"})
+    plane = pivoted(frame[frame["prompt"] == batch], "row", "position", "value")
+    largest = plane.abs().max(axis=1).sort_values(ascending=False, kind="stable").index[:top]
+    details = [f"prompt {batch}"]
+    if top < len(plane):
+        details.append(f"the {top} largest of {len(plane)} rows")
+    heading = heading_of(what_is_scored(found), found.unit, *details)
+    return draw_grids({"": Grid(plane.loc[plane.index.isin(largest)])}, found.unit, heading)
 
 
-def _largest(sizes: Tensor, top: int, axis: Axis) -> list[int]:
-    """Places on an axis: all where it has an order, else those with the largest sizes."""
-    if all(map(_is_ordered, axis.labels)):
-        return list(range(len(sizes)))
-    return sorted(sizes.sort(descending=True, stable=True).indices[:top].tolist())
+def attention(
+    patterns: AttentionPatterns, *, batch: int = 0, heads: int = 6
+) -> plotly.graph_objects.Figure:
+    """Where each head looks: from each query (a row) to the keys up to it (columns).
 
+    Later keys, which a query cannot see, are not drawn.
 
-def _is_ordered(label: str | int) -> bool:
-    """Whether a label is a position, or a place that stands once in each layer."""
-    if isinstance(label, int):
-        return True
-    try:
-        address = parse(label)
-    except AddressError:  # several together
-        return False
-    return not isinstance(address, Head | HeadInput | HeadNode | Neuron)
+    Args:
+        patterns: of any heads.
+        batch: which prompt.
+        heads: at most so many heads, in the order given; the title says how many there are.
 
+    Returns:
+        A figure with a trace for each head; weights from 0 to 1.
+    """
+    import pandas
 
-def metric_words(effect: Effect) -> str:
-    """The metric, for receivers: where each prompt has its own answer, it says so."""
-    each = "(one a prompt) - (one a prompt)"
-    return effect.metric.replace(each, "of each prompt's answer - foil")
+    n = len(patterns.token_texts[batch])
+    places = with_tokens(range(n), patterns.token_texts[batch])
+    axes = pandas.Index(places, name="query"), pandas.Index(places, name="key")
+    values = patterns.values[:, batch, :n, :n].detach().cpu().double().numpy()
+    drawn = patterns.heads[:heads]
+    grids = {
+        f"head {head}": Grid(pandas.DataFrame(values[number], *axes))
+        for number, head in enumerate(drawn)
+    }
+    details = [f"prompt {batch}", "row: the query that looks; column: the key it looks at"]
+    if len(drawn) < len(patterns.heads):
+        details.append(f"the first {len(drawn)} of {len(patterns.heads)} heads")
+    first = f"Attention pattern of {', '.join(drawn)}" if len(drawn) < 8 else "Attention patterns"
+    heading = heading_of(first, patterns.unit, *details, *under(patterns))
+    return draw_grids(grids, patterns.unit, heading, signed=False, end=1.0, triangle=True)
 
 
 # What is shown
 
 
-def _grid(result: Result, of: Of) -> Grid:
-    if isinstance(result, Effect):
-        parts = {"total": result.total, "direct": result.direct, "indirect": result.indirect}
-        means = {name: result.mean(part) for name, part in parts.items()}
-        if result.columns is not None:
-            rows = Axis("sender" if result.receivers else "target", result.axis("target").labels)
-            return Grid(rows, result.columns, means[of], means)
-        return _by_layer(result.targets, means, of)
-    if isinstance(result, Attribution):
-        if len(result.axis("pos").labels) != 1:
-            raise ValueError("a picture of heads is of one position; choose one, such as -1")
-        return _by_layer(result.components, {"written": mean(result.values[..., 0])}, "written")
-    axis_names = [axis.name for axis in result.axes]
+def _planes(effect: Effect) -> dict[Of, pandas.DataFrame]:
+    """Total, direct and indirect: layer × head, sender × receiver, or target × position."""
+    frame = effect.table().rename(columns={"value": "total"})
+    if effect.columns is None:
+        return {of: _by_layer(frame, of) for of in PARTS}
+    row, column = "sender" if effect.receivers else "target", effect.columns.name
+    frame = frame.rename(columns={"target": row})
+    return {of: pivoted(frame, row, column, of) for of in PARTS}
+
+
+def _by_layer(frame: Any, value: str) -> pandas.DataFrame:
+    """The heads among the rows of a table as layer × head, no layer or head left out."""
+    if "head" not in frame or bool(frame["head"].isna().all()):
+        labels = ", ".join(frame.iloc[:4, 0])
+        raise ValueError(f"this picture is of heads one at a time; these are {labels}")
+    heads = frame.dropna(subset=["head"]).astype({"layer": int, "head": int})
+    grid = heads.pivot(index="layer", columns="head", values=value)
+    layers, columns = range(heads["layer"].max() + 1), range(heads["head"].max() + 1)
+    return grid.reindex(index=layers, columns=columns).rename_axis(index="layer", columns="head")
+
+
+def _own_axes(result: Result) -> pandas.DataFrame:
+    import pandas
+
+    names = [axis.name for axis in result.axes]
     axes = [axis for axis in result.axes if axis.name != "batch"]
     if len(axes) != 2:
-        raise ValueError(f"a heat map has two axes besides batch; this has {', '.join(axis_names)}")
-    values = result.values
-    if "batch" in axis_names:
-        values = mean(values.movedim(axis_names.index("batch"), -1))
-    return Grid(axes[0], axes[1], values.detach().cpu().double(), {})
+        raise ValueError(f"a heat map has two axes besides batch; this has {', '.join(names)}")
+    values = result.values.detach().cpu().double()
+    values = values.mean(names.index("batch")) if "batch" in names else values
+    rows, columns = (pandas.Index(axis.labels, name=axis.name) for axis in axes)
+    return pandas.DataFrame(values.numpy(), rows, columns)
 
 
-def _by_layer(labels: Sequence[str], means: Mapping[str, Tensor], shown: str) -> Grid:
-    """The heads among labels as layer × head."""
-    heads = {number: head for number, label in enumerate(labels) if (head := as_head(label))}
-    if not heads:
-        raise ValueError(
-            f"this picture is of heads one at a time; these are {', '.join(labels[:4])}"
-        )
-    n_layers = 1 + max(head.layer for head in heads.values())
-    n_heads = 1 + max(head.head for head in heads.values())
-    planes = {}
-    for name, values in means.items():
-        planes[name] = plane = values.new_full((n_layers, n_heads), math.nan)
-        for number, head in heads.items():
-            plane[head.layer, head.head] = values[number]
-    layers, columns = tuple(range(n_layers)), tuple(range(n_heads))
-    return Grid(Axis("layer", layers), Axis("head", columns), planes[shown], planes)
+def _hovers(planes: Mapping[Any, pandas.DataFrame]) -> Any:
+    """All numbers of each cell."""
+    total, *others = (plane.map(f"{of} {{:+.5g}}".format) for of, plane in planes.items())
+    for said in others:
+        total = total + "<br>" + said
+    return total.to_numpy()
 
 
-def as_head(label: str) -> Head | None:
-    """The head that a label names; None where it names another part, or several."""
-    layer, head = place_of(label)
-    return None if layer is None or head is None else Head(layer, head)
+def _strongest(sizes: pandas.Series, top: int) -> list[Any]:
+    """The labels with the largest sizes, in the order they were given.
+
+    All of them where they have an order of their own: a gap in it would hide where effects change.
+    """
+    if sizes.index.name == "position" or all(map(_is_ordered, sizes.index)):
+        return list(sizes.index)
+    ranked = sizes.fillna(0).sort_values(ascending=False, kind="stable")
+    return [label for label in sizes.index if label in set(ranked.index[:top])]
 
 
-def about_effect(effect: Effect) -> tuple[str, ...]:
-    """Kind of ablation, place and prompts, for a title."""
-    over = effect.averaged or "one prompt"
-    joint = " (targets together)" if effect.joint else ""
-    return f"{effect.how}{joint}, at {effect.positions}", over, *under(effect)
-
-
-def _heading(result: Result, of: Of, title: str | None) -> list[str]:
-    """What the numbers are; then unit, kind, place and prompts."""
-    if isinstance(result, Effect):
-        first = title or f"{of.capitalize()} effect on {metric_words(result)}"
-        return heading_of(first, result.unit, *about_effect(result))
-    plan, details = result.provenance.plan, [over_prompts(result)]
-    if isinstance(result, Attribution):
-        plan = what_is_scored(result)
-        details.append(_others(result))
-    if title is not None:
-        details.insert(0, plan)
-    return heading_of(title or plan, result.unit, *details)
-
-
-def what_is_scored(found: Attribution) -> str:
-    """Answer and foil, where all prompts agree on them; else the plan, as of a direction."""
-    answers, foils = set(found.answer_texts), set(found.foil_texts or ())
-    if len(answers) != 1 or len(foils) > 1:
-        return found.provenance.plan
-    foil = f'"{foils.pop()}"' if foils else "the vocabulary mean"
-    plan = f'direct logit attribution by {found.by}, "{answers.pop()}" against {foil}'
-    capped = ("before the output softcap",) if found.capped_value is not None else ()
-    return ", ".join([plan, *capped, *under(found)])
-
-
-def _others(found: Attribution) -> str:
-    """What the rows that are no heads add up to."""
-    others = [n for n, label in enumerate(found.components) if as_head(label) is None]
-    rest = float(mean(found.values[others, :, 0]).sum())
-    return f"heads alone: the {len(others)} other rows add up to {rest:+.4g}"
+def _is_ordered(label: str) -> bool:
+    """Whether a label is of a place that stands once in each layer."""
+    try:
+        address = parse(label)
+    except AddressError:  # several together
+        return False
+    return not isinstance(address, Head | HeadInput | HeadNode | Neuron)

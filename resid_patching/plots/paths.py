@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from typing import TYPE_CHECKING, Any
 
 from resid_patching.ablation import Effect
 from resid_patching.address import (
     MLP,
+    Address,
     Attn,
     AttnBias,
     Embed,
@@ -18,34 +19,36 @@ from resid_patching.address import (
     MLPIn,
     Neuron,
     PosEmbed,
-    Stream,
     parse,
+    read_stage,
+    write_stage,
 )
 from resid_patching.errors import AddressError
 from resid_patching.plots.base import (
     INK,
-    NEGATIVE,
-    POSITIVE,
+    clipped,
     heading_of,
     lay_out,
     literal,
     require_plotly,
+    sign_colours,
 )
-from resid_patching.plots.heat import about_effect, metric_words
+from resid_patching.plots.titles import about_effect, metric_words
+from resid_patching.shown import ranked
 
 if TYPE_CHECKING:
     import plotly.graph_objects
 
-_ROW, _COLUMN = 64, 76  # pixels
-_WIDEST_LINE = 9.0  # pixels
-
-
-@dataclass(frozen=True)
-class _Edge:
-    sender: str
-    receiver: str
-    total: float
-    direct: float
+_ROW, _COLUMN, _WIDEST_LINE = 64, 76, 9.0  # pixels
+_SIDES = {1: -1.0, 3: 1.0}  # of attention and of MLPs, by the stage in which only they write
+_ROWS = {
+    **dict.fromkeys((Embed, PosEmbed), "start"),
+    HeadInput: "into heads, layer {}",
+    **dict.fromkeys((Head, Attn, AttnBias), "attention, layer {}"),
+    MLPIn: "into MLP, layer {}",
+    **dict.fromkeys((MLP, MLPBias, Neuron), "MLP, layer {}"),
+    Logits: "output",
+}
 
 
 def path_diagram(effect: Effect, *, top: int = 30) -> plotly.graph_objects.Figure:
@@ -61,195 +64,137 @@ def path_diagram(effect: Effect, *, top: int = 30) -> plotly.graph_objects.Figur
         A figure with a trace for each path; the numbers are at the points in the middle.
 
     Raises:
-        MissingExtraError: plotly is not installed.
         ValueError: there are no receivers side by side, or no path has an effect.
     """
-    go = require_plotly()
+    require_plotly()
+    from plotly.graph_objects import Figure
+
     if not effect.receivers:
         raise ValueError(
             "a diagram is of paths to receivers side by side, "
             "such as to=rp.receivers('9.9.q', 'logits')"
         )
-    paths, n_known = _largest(effect, top)
-    if not paths:
+    known: Any = ranked(effect.table())
+    paths = known[known["value"] != 0][:top]
+    if paths.empty:
         raise ValueError("no path from these senders to these receivers has an effect")
-    bands = sorted(
-        {_band(p.sender, True) for p in paths} | {_band(p.receiver, False) for p in paths}
-    )
-    rows = {band: number for number, band in enumerate(bands)}
-    places = _places(paths, rows)
-    figure = go.Figure()
-    largest = abs(paths[0].total)
-    for path in reversed(paths):  # the largest on top
-        figure.add_scatter(**_line(path, places, largest))
-    figure.add_scatter(**_middles(paths, places, effect.unit))
-    for is_sender in (True, False):
-        figure.add_scatter(**_nodes(places, is_sender))
-    left_out = n_known - len(paths)
-    about = (f"the {len(paths)} largest of {n_known} paths",) if left_out else ()
-    heading = heading_of(
-        f"Paths by their total effect on {metric_words(effect)}",
-        effect.unit,
-        *about_effect(effect),
-        *about,
-        "width: size; blue: above 0; red, dashed: below 0",
-    )
-    columns = [x for x, _ in places.values()]
-    several = len({path.receiver.rpartition(".")[2] for path in paths} & {"q", "k", "v"}) > 1
-    column = _COLUMN * (1.5 if several else 1)
-    width = max(640, 190 + round(column * (max(columns) - min(columns) + 1)))
+    nodes, bands = _nodes(paths)
+    place = nodes.set_index(["end", "label"])[["x", "y"]]
+    starts = place.loc["sender"].loc[paths["target"]].to_numpy()
+    ends = place.loc["receiver"].loc[paths["receiver"]].to_numpy()
+    paths[["x", "y"]] = (starts + ends) / 2
+    figure = Figure()
+    for row in reversed(range(len(paths))):  # the largest on top
+        share = float(paths["value"][row] / paths["value"].abs().max())
+        figure.add_scatter(
+            x=[starts[row][0], ends[row][0]],
+            y=[starts[row][1], ends[row][1]],
+            mode="lines",
+            line={
+                "width": max(0.8, _WIDEST_LINE * abs(share)),
+                "color": sign_colours([share])[0],
+                "dash": "solid" if share > 0 else "10px,5px",
+            },
+            opacity=0.45 + 0.5 * abs(share),
+            hoverinfo="skip",
+        )
+    _add_points(figure, paths, nodes, effect.unit)
+    details = [*about_effect(effect), "width: size; blue: above 0; red, dashed: below 0"]
+    if len(paths) < len(known):
+        details.insert(2, f"the {len(paths)} largest of {len(known)} paths")
+    first = f"Paths by their total effect on {metric_words(effect)}"
+    kinds = {label.rpartition(".")[2] for label in paths["receiver"]} & {"q", "k", "v"}
+    left, right = nodes["x"].min(), nodes["x"].max()
+    column = _COLUMN * (1.5 if len(kinds) > 1 else 1)
+    width = max(640, 190 + round(column * (right - left + 1)))
     lay_out(
         figure,
-        heading,
+        heading_of(first, effect.unit, *details),
         width=width,
-        inside=_ROW * len(rows),
+        inside=_ROW * len(bands),
         below=20,
         least=width,
-        showlegend=False,
     )
-    figure.update_xaxes(visible=False, range=[min(columns) - 0.7, max(columns) + 0.7])
+    figure.update_xaxes(visible=False, range=[left - 0.7, right + 0.7])
     figure.update_yaxes(
-        tickvals=list(rows.values()),
-        ticktext=[band[2] for band in bands],
-        range=[len(rows) - 0.45, -0.55],
+        title="",
+        tickvals=list(range(len(bands))),
+        ticktext=bands,
+        range=[len(bands) - 0.45, -0.55],
         zeroline=False,
-        automargin=True,
     )
     return figure
 
 
-def _largest(effect: Effect, top: int) -> tuple[list[_Edge], int]:
-    """The paths of the largest effects, and how many there are that have one."""
-    total, direct = effect.mean(effect.total), effect.mean(effect.direct)
-    found = [
-        _Edge(sender, receiver, float(total[row, column]), float(direct[row, column]))
-        for row, sender in enumerate(effect.targets)
-        for column, receiver in enumerate(effect.receivers)
-        if not bool(total[row, column].isnan())
-    ]
-    known = sorted(found, key=lambda path: -abs(path.total))
-    return [path for path in known[:top] if path.total != 0], len(found)
+def _add_points(figure: Any, paths: Any, nodes: Any, unit: str) -> None:
+    """Points in the middle of lines, which show their numbers; senders and receivers, named."""
+    figure.add_scatter(
+        x=paths["x"],
+        y=paths["y"],
+        customdata=paths[["target", "receiver", "value", "direct", "indirect"]],
+        mode="markers",
+        marker={"size": 7, "color": sign_colours(paths["value"])},
+        marker_line={"width": 1, "color": "#ffffff"},
+        hovertemplate="%{customdata[0]} to %{customdata[1]}<br>total %{customdata[2]:+.5g} "
+        f"{literal(unit)}<br>direct %{{customdata[3]:+.5g}}<br>"
+        "indirect %{customdata[4]:+.5g}<extra></extra>",
+    )
+    for end, symbol, side in (("sender", "circle", "top"), ("receiver", "square", "bottom")):
+        shown = nodes[nodes["end"] == end]
+        figure.add_scatter(
+            x=shown["x"],
+            y=shown["y"],
+            text=[clipped(label, 16) for label in shown["label"]],
+            mode="markers+text",
+            marker={"symbol": symbol, "size": 10, "color": INK},
+            textposition=f"{side} center",
+            hovertemplate=[f"{literal(label)}<extra></extra>" for label in shown["label"]],
+        )
 
 
-_Band = tuple[int, int, str]
+def _nodes(paths: Any) -> tuple[Any, list[str]]:
+    """Senders and receivers with their places, and the names of the rows that they stand in.
+
+    Heads stand by their number, other receivers in the middle, attention layers left of it and
+    MLPs right of it, so that lines do not run along one another.
+    """
+    import pandas
+
+    ends = {"sender": paths["target"], "receiver": paths["receiver"]}
+    pairs = sorted({(label, end) for end, labels in ends.items() for label in labels})
+    nodes: Any = pandas.DataFrame(pairs, columns=["label", "end"])
+    bands = [_band(*pair) for pair in pairs]
+    rows = sorted(set(bands))
+    nodes["y"] = [float(rows.index(band)) for band in bands]
+    sides = pandas.Series(_SIDES.get(stage, 0.0) for _, stage, _ in bands)
+    heads = pandas.Series([_head_column(label) for label, _ in pairs], dtype=float)
+    middle = (heads.min() + heads.max()) / 2 if heads.notna().any() else 0.0
+    others = nodes[heads.isna()].groupby("y")["y"]
+    spread = others.cumcount() - (others.transform("size") - 1) / 2
+    # Heads a little aside, so that lines of one column do not hide each other.
+    nodes["x"] = (heads + 0.1 * (nodes["y"] % 3 - 1)).fillna(middle + spread + sides)
+    return nodes, [name for *_, name in rows]
 
 
-def _band(label: str, is_sender: bool) -> _Band:
-    """The row of a node: when it writes or reads, and what stands at the row."""
-    try:
-        address = parse(label)
-    except AddressError:  # several together
-        return (10**6, 0, "several together")
-    match address:
-        case Embed() | PosEmbed():
-            return (-1, 0, "start")
-        case HeadInput(layer, _, _):
-            return (layer, 1, f"into heads, layer {layer}")
-        case Head(layer, _) | Attn(layer) | AttnBias(layer):
-            return (layer, 2, f"attention, layer {layer}")
-        case MLPIn(layer):
-            return (layer, 4, f"into MLP, layer {layer}")
-        case MLP(layer) | MLPBias(layer) | Neuron(layer, _):
-            return (layer, 5, f"MLP, layer {layer}")
-        case Stream(layer, place):
-            stage = {"pre": 0, "mid": 3, "post": 6}[place]
-            return (layer, stage, f"resid_{place}.{layer}")
-        case Logits():
-            return (10**6, 1, "output")
-        case _:
-            return (10**6, 2, "other")
-
-
-def _places(
-    paths: list[_Edge], rows: dict[_Band, int]
-) -> dict[tuple[str, bool], tuple[float, float]]:
-    """X and y of every node: heads by their number, everything else in the middle."""
-    nodes = {(p.sender, True) for p in paths} | {(p.receiver, False) for p in paths}
-    heads = {label: x for label, _ in nodes if (x := _head_column(label)) is not None}
-    middle = (min(heads.values()) + max(heads.values())) / 2 if heads else 0.0
-    others: dict[int, list[tuple[str, bool]]] = {}
-    found = {}
-    for node in sorted(nodes):
-        row = rows[_band(*node)]
-        if node[0] in heads:
-            # A little aside, so that lines of one column do not hide each other.
-            found[node] = (heads[node[0]] + 0.1 * (row % 3 - 1), float(row))
-        else:
-            others.setdefault(row, []).append(node)
-    for row, members in others.items():
-        for number, node in enumerate(members):
-            found[node] = (middle + number - (len(members) - 1) / 2, float(row))
-    return found
+def _band(label: str, end: str) -> tuple[float, int, str]:
+    """The row of a node: when it writes or reads, as (layer, stage), and the row's name."""
+    address: Any = _address(label)
+    if address is None:
+        return (math.inf, -1, "several together")
+    layer, stage = write_stage(address) if end == "sender" else read_stage(address)
+    return layer, stage, _ROWS.get(type(address), str(address)).format(layer)
 
 
 def _head_column(label: str) -> float | None:
     """The number of a head; what its query, key and value read stand beside each other."""
-    try:
-        address = parse(label)
-    except AddressError:
-        return None
+    address = _address(label)
     if isinstance(address, HeadInput):
         return address.head + {"q": -0.33, "k": 0.0, "v": 0.33}[address.which]
     return float(address.head) if isinstance(address, Head) else None
 
 
-def _line(path: _Edge, places: Any, largest: float) -> dict[str, Any]:
-    (x0, y0), (x1, y1) = places[path.sender, True], places[path.receiver, False]
-    share = abs(path.total) / largest
-    return {
-        "x": [x0, x1],
-        "y": [y0, y1],
-        "mode": "lines",
-        "line": {
-            "width": max(0.8, _WIDEST_LINE * share),
-            "color": POSITIVE if path.total > 0 else NEGATIVE,
-            "dash": "solid" if path.total > 0 else "10px,5px",
-        },
-        "opacity": 0.35 + 0.6 * share,
-        "hoverinfo": "skip",
-    }
-
-
-def _middles(paths: list[_Edge], places: Any, unit: str) -> dict[str, Any]:
-    """Points in the middle of the lines, which show their numbers."""
-    ends = [(places[path.sender, True], places[path.receiver, False]) for path in paths]
-    return {
-        "x": [(a[0] + b[0]) / 2 for a, b in ends],
-        "y": [(a[1] + b[1]) / 2 for a, b in ends],
-        "customdata": [
-            [literal(p.sender), literal(p.receiver), p.total, p.direct, p.total - p.direct]
-            for p in paths
-        ],
-        "mode": "markers",
-        "marker": {
-            "size": 7,
-            "color": [POSITIVE if p.total > 0 else NEGATIVE for p in paths],
-            "line": {"width": 1, "color": "#ffffff"},
-        },
-        "hovertemplate": "%{customdata[0]} to %{customdata[1]}<br>total %{customdata[2]:+.5g} "
-        f"{literal(unit)}<br>direct %{{customdata[3]:+.5g}}<br>"
-        "indirect %{customdata[4]:+.5g}<extra></extra>",
-    }
-
-
-def _nodes(places: Any, is_sender: bool) -> dict[str, Any]:
-    shown = {label: place for (label, sender), place in places.items() if sender == is_sender}
-    return {
-        "x": [x for x, _ in shown.values()],
-        "y": [y for _, y in shown.values()],
-        "text": [literal(_brief(label)) for label in shown],
-        "mode": "markers+text",
-        "textposition": "top center" if is_sender else "bottom center",
-        "textfont": {"size": 11},
-        "marker": {
-            "symbol": "circle" if is_sender else "square",
-            "size": 10,
-            "color": "#ffffff",
-            "line": {"width": 1.5, "color": INK},
-        },
-        "hovertemplate": [f"{literal(label)}<extra></extra>" for label in shown],
-    }
-
-
-def _brief(label: str) -> str:
-    return label if len(label) <= 14 else f"{label[:10]} … ({label.count(' + ') + 1})"
+def _address(label: str) -> Address | None:
+    try:
+        return parse(label)
+    except AddressError:  # several together
+        return None

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from resid_patching.markup import escape
-from resid_patching.plots.base import ABSENT, FROM_ZERO, RED_TO_BLUE, largest_of
+from resid_patching.plots.base import FROM_ZERO, RED_TO_BLUE, largest_of
 from resid_patching.result import Result
+
+_ABSENT = "#a6a6a6"
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,19 @@ def token_text(result: Result, label: str, *, batch: int = 0) -> TokenText:
     """
     if [axis.name for axis in result.axes[1:]] != ["batch", "pos"]:
         raise ValueError("a text is shaded by numbers at each position; this result has none")
-    texts: Any = getattr(result, "token_texts", None)
-    if texts is None:
+    result.axes[0].index(label)
+    frame: Any = result.to_frame()
+    if "token" not in frame:
         raise ValueError("this result does not say which tokens it is of")
-    row = result.axes[0].index(label)
-    numbers = result.values[row, batch].detach().cpu().double().tolist()
-    tokens, numbers = _aligned(result, texts[batch], numbers, batch)
-    largest = largest_of([torch.tensor(numbers)], result.unit)
+    frame = frame[(frame["prompt"] == batch) & (frame.iloc[:, 0] == str(label))].dropna(
+        subset=["token"]
+    )
+    tokens, numbers = frame["token"].tolist(), frame["value"].tolist()
+    largest = largest_of(torch.tensor(numbers), result.unit)
     signed = any(number < 0 for number in numbers)
     spans = "".join(
-        _span(place, token, number, largest, signed, result.unit)
-        for place, (token, number) in enumerate(zip(tokens, numbers, strict=True))
+        _span(*cell, largest, signed, result.unit)
+        for cell in zip(frame["position"], tokens, numbers, strict=True)
     )
     scale = f"{-largest:.4g} (red) to {largest:.4g} (blue)" if signed else f"0 to {largest:.4g}"
     line = f"{result.provenance.plan}: {label}; {scale}, in {result.unit}; prompt {batch}"
@@ -69,20 +73,9 @@ def token_text(result: Result, label: str, *, batch: int = 0) -> TokenText:
     return TokenText(whole, tuple(tokens), shown)
 
 
-def _aligned(
-    result: Result, texts: tuple[str, ...], numbers: list[float], batch: int
-) -> tuple[list[str], list[float]]:
-    """The tokens that the numbers stand at."""
-    index = getattr(result, "position_index", None)
-    if index is None:
-        return list(texts), numbers[: len(texts)]
-    places = [(n, int(p)) for n, p in enumerate(index[batch].tolist()) if p >= 0]
-    return [texts[p] for _, p in places], [numbers[n] for n, _ in places]
-
-
 def _span(place: int, token: str, number: float, largest: float, signed: bool, unit: str) -> str:
     if math.isnan(number):
-        colour, said = ABSENT, "no value"
+        colour, said = _ABSENT, "no value"
     else:
         share = number / largest
         scale = RED_TO_BLUE if signed else FROM_ZERO

@@ -2,11 +2,11 @@
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #222; --dim: #555; --line: #ccc;
-        --edge: #888; --mark: #2166ac; --note: #b26a00; --sort: #767676; }
+        --edge: #888; --mark: #2166ac; --note: #b26a00; --sort: #767676;
+        --full: #4292c6; --on-cell: #000; }
 @media (prefers-color-scheme: dark) {
   :root { --paper: #16181c; --ink: #e4e4e4; --dim: #a8adb5; --line: #3a3f47; --edge: #6b727c;
-          --mark: #7fb2e5; --note: #e0a040; --sort: #9aa0a8; }
-  .picture { background: #fff; border-radius: 3px; --dim: #555; }
+          --mark: #7fb2e5; --note: #e0a040; --sort: #9aa0a8; --full: #2166ac; --on-cell: #fff; }
 }
 * { box-sizing: border-box; }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
@@ -50,7 +50,9 @@ summary { cursor: pointer; }
 .grid th { font-weight: 400; text-align: left; white-space: pre; padding: .1rem .35rem .1rem 0;
            border: 0; font-size: .8rem; }
 .grid tbody th { position: sticky; left: 0; background: var(--paper); z-index: 1; }
-.grid td { text-align: left; padding: .1rem .35rem; white-space: pre; font-size: .85rem; }
+.grid td { text-align: left; padding: .1rem .35rem; white-space: pre; font-size: .85rem;
+           background: color-mix(in srgb, var(--full) var(--shade, 0%), var(--paper));
+           color: var(--on-cell); }
 .grid td small { display: block; font-size: .75rem; }
 #tip { position: fixed; z-index: 9; display: none; background: #222; color: #fff;
        padding: .4rem .6rem; font-size: .8rem; line-height: 1.4; white-space: pre-wrap;
@@ -125,13 +127,18 @@ SCRIPT = """
   const BAR = 32; // pixels for the buttons above a picture
   const BUTTONS = [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]];
 
-  // A picture is as wide as it was made, or as the page is, or as its labels need at least.
+  // A picture is as dark as the page. It is as wide as it was made, or as the page is, or as its
+  // labels need at least.
+  const night = matchMedia("(prefers-color-scheme: dark)");
+  const templates = JSON.parse(document.getElementById("templates")?.textContent ?? "{}");
   const draw = (box) => {
     const figure = JSON.parse(box.querySelector("script").textContent);
     const { least, title_height: lost } = figure.layout.meta, full = figure.layout.width;
     const width = Math.round(Math.max(Math.min(least, full), Math.min(full, box.clientWidth)));
-    if (width === box.drawn) return;
-    box.drawn = width;
+    const theme = night.matches ? "dark" : "light";
+    if (box.drawn === theme + width) return;
+    box.drawn = theme + width;
+    figure.layout.template = templates[theme];
     figure.layout.width = width;
     figure.layout.height += BAR - lost;
     figure.layout.margin.t += BAR - lost;
@@ -149,6 +156,7 @@ SCRIPT = """
       box.toggleAttribute("data-wide", box.scrollWidth > box.clientWidth + 1);
   };
   fit();
+  night.addEventListener("change", fit);
   let waiting = 0;
   addEventListener("resize", () => {
     clearTimeout(waiting);

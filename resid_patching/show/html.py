@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -155,11 +156,13 @@ class Page:
 
     def html(self) -> str:
         """The whole page."""
-        scripts = [SCRIPT]
+        scripts, templates = [SCRIPT], ""
         if self.figures:
-            from resid_patching.plots import plotly_script
+            from resid_patching.plots import plotly_script, template
 
             scripts.insert(0, plotly_script())
+            both = json.dumps({"light": template(), "dark": template(dark=True)})
+            templates = f'<script type="application/json" id="templates">{both}</script>'
         hashes = " ".join(f"'{_script_hash(script)}'" for script in scripts)
         policy = (
             f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
@@ -173,6 +176,7 @@ class Page:
                 '<meta name="viewport" content="width=device-width, initial-scale=1">',
                 f"<title>{escape(self.title)}</title><style>{STYLE}</style></head><body>",
                 *self._body,
+                templates,
                 *(f"<script>{script}</script>" for script in scripts),
                 "</body></html>\n",
             ]
@@ -241,7 +245,10 @@ def _table_cell(name: str, value: Any, side: str) -> str:
 
 
 def _shaded_grid(grid: TextGrid) -> str:
-    """Cells shaded by their probability; a hint shows more. It needs no script."""
+    """Cells shaded by their probability; a hint shows more. It needs no script.
+
+    The style sheet mixes the colours, because they depend on the page's theme.
+    """
     head = "".join(f'<th scope="col">{"<br>".join(map(escape, c))}</th>' for c in grid.columns)
     lines = [f"<thead><tr><th></th>{head}</tr></thead><tbody>"]
     for name, row in zip(grid.rows, grid.cells, strict=True):
@@ -256,11 +263,9 @@ def _shaded_grid(grid: TextGrid) -> str:
 def _shaded(cell: GridCell | None) -> str:
     if cell is None:
         return "<td></td>"
-    red, green, blue = (round(255 - cell.shade * (255 - full)) for full in (8, 81, 156))
-    ink = "#fff" if cell.shade > 0.77 else "#000"  # a contrast of 4.5 and more
     hint = "&#10;".join(map(escape, cell.hint.split("\n")))
     return (
-        f'<td title="{hint}" style="background:rgb({red},{green},{blue});color:{ink}">'
+        f'<td title="{hint}" style="--shade:{cell.shade:.1%}">'
         f"{escape(cell.text)}<small>{cell.shade:.1%}</small></td>"
     )
 
