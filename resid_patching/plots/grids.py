@@ -125,7 +125,10 @@ def draw_grids(
         notes.append("grey ×: no value")
         _mark_absent(figure, planes, f"{where}no value<extra></extra>")
     end = largest_of(planes, unit) if end is None else end
-    bar = {"title": {"text": f"{literal(unit)}<br> "}, "len": max(100, min(300, sizes.inside + 20))}
+    bar = {
+        "title": {"text": f"{literal(unit)}<br>&nbsp;"},
+        "len": max(100, min(300, sizes.inside + 20)),
+    }
     figure.layout.coloraxis = {"cmin": -end if signed else 0, "cmax": end, "colorbar": bar}
     shrinks = len(grids) == 1 and first.texts is None
     lay_out(

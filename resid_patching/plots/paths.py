@@ -176,7 +176,7 @@ def _nodes(paths: Any) -> tuple[Any, list[str]]:
     return nodes, [name for *_, name in rows]
 
 
-def _band(label: str, end: str) -> tuple[float, int, str]:
+def _band(label: str, end: str) -> tuple[int | float, int, str]:
     """The row of a node: when it writes or reads, as (layer, stage), and the row's name."""
     address: Any = _address(label)
     if address is None:
