@@ -12,6 +12,7 @@ from torch import Tensor
 
 from resid_patching.errors import MissingExtraError
 from resid_patching.markup import printable, quoted
+from resid_patching.result import Result
 
 # Red below 0 and blue above, which the colour-blind tell apart. No colour of the light scale is too
 # dark for black numbers, and none of the dark scale too bright for white ones (4.5:1 and more).
