@@ -32,6 +32,7 @@ ORDER = (
     "metrics",
     "result",
     "decomposition",
+    "scored",
     "attribution",
     "paths",
     "ablation",
