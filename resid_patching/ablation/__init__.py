@@ -1,13 +1,13 @@
 """Ablation: what replacing a part of the model does, the kind named by the caller."""
 
 from resid_patching.ablation.ablating import ablate, measure
+from resid_patching.ablation.attending import attention
 from resid_patching.ablation.effect import Effect
 from resid_patching.ablation.kinds import Kind, Mean, Path, Resample, Zero
 from resid_patching.ablation.linearised import Linearised, linearised_paths
 from resid_patching.ablation.sharing import Rows
 from resid_patching.ablation.targets import (
     Targets,
-    attention,
     heads,
     neurons,
     streams,
