@@ -155,7 +155,7 @@ def test_a_hook_of_an_address_names_its_layer(address):
     + ["embed.0", "L9", "L9H", "9,9", "blocks.1.hook_nothing", "9.9->10.0.q", "attn.1.bias.2"],
 )
 def test_what_is_no_address_is_refused_with_the_known_forms(text):
-    with pytest.raises(AddressError, match="Known forms: embed") as caught:
+    with pytest.raises(AddressError, match="Known forms: input, embed") as caught:
         parse(text)
     assert repr(text) in str(caught.value)
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, ResidPatchingError)
@@ -180,4 +180,4 @@ def test_an_index_is_a_whole_number_from_0(value):
 
 def test_addresses_sort_by_layer_and_part():
     assert sorted([Head(1, 0), Head(0, 3), Head(0, 1)]) == [Head(0, 1), Head(0, 3), Head(1, 0)]
-    assert len(SENDERS) == 8
+    assert len(SENDERS) == 9

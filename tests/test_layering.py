@@ -33,6 +33,7 @@ ORDER = (
     "metrics",
     "result",
     "decomposition",
+    "scored",
     "attribution",
     "paths",
     "ablation",

@@ -157,7 +157,7 @@ def test_a_grid_and_its_picture_are_of_single_heads(mixed):
     grid = mixed.grid()
     assert not grid.values[0, 3].isnan().any() and not grid.values[1, 1].isnan().any()
     assert grid.values[0, 1].isnan().all() and grid.values[1, 2].isnan().all()
-    with pytest.raises(ValueError, match="a grid is of heads"):
+    with pytest.raises(ValueError, match="a grid .* heads"):
         rp.ablate(captured(PLAIN), [("0.1", "1.2")], rp.Zero(), metric=DIFF).grid()
 
 

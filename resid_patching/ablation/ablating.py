@@ -26,20 +26,20 @@ Scrubbing", on resampling; McGrath et al. 2023 (arXiv 2307.15771) on later layer
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from resid_patching.ablation.attending import Attention, require_own_queries
 from resid_patching.ablation.effect import Effect
 from resid_patching.ablation.fills import Fills
 from resid_patching.ablation.held import positions_text, unheld
 from resid_patching.ablation.kinds import Kind, Path, count_prompts, require_kind
 from resid_patching.ablation.sharing import Rows, Shared, identity_of
 from resid_patching.ablation.targets import (
-    Attention,
     Row,
     Target,
     Targets,
@@ -48,7 +48,6 @@ from resid_patching.ablation.targets import (
     name_of_row,
     site_of,
 )
-from resid_patching.address import Address
 from resid_patching.errors import AblationError, PositionError
 from resid_patching.metrics import Metric, as_metric
 from resid_patching.models import exact, require
@@ -267,7 +266,7 @@ def variants_of(
         if isinstance(target, Attention)
     }
     for group in groups:
-        _require_own_queries(group, queries)
+        require_own_queries(group, queries)
     return [
         tuple(
             Edit(site_of(one), unheld(run, site_of(one), queries.get(one, place)), new[one])
@@ -276,23 +275,6 @@ def variants_of(
         for group in groups
         for place in places
     ]
-
-
-def _require_own_queries(group: Row, queries: Mapping[Target, PositionIndex]) -> None:
-    """Raises PositionError where two targets of a row set the same query's weights."""
-    seen: set[tuple[Address, int, int]] = set()
-    for target in group:
-        if target not in queries:
-            continue
-        for prompt, positions in enumerate(queries[target].index.tolist()):
-            for position in filter(lambda position: position >= 0, positions):
-                cell = (site_of(target), prompt, position)
-                if cell in seen:
-                    raise PositionError(
-                        f"{target} and another target of its row both replace weights of query "
-                        f"{position} in prompt {prompt}; give one target with the keys of both"
-                    )
-                seen.add(cell)
 
 
 def measure(run: Run, metric: Metric | Callable[..., Tensor]) -> Float[Tensor, " batch"]:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from resid_patching.ablation.attending import Attention, between
 from resid_patching.ablation.kinds import Mean, Resample, Source, Zero
-from resid_patching.ablation.targets import Attention, Target, site_of
+from resid_patching.ablation.targets import Target, site_of
 from resid_patching.address import (
     Address,
     Attn,
@@ -92,7 +93,7 @@ class Fills:
     def fill(self, target: Target) -> Fill:
         """The function that gives a target's new values; of embeddings, new - old."""
         if isinstance(target, Attention):
-            return self._between(target)
+            return between(self.run, target, self.fill(target.node))
         new = self.value(target)
         return self._as_change(target, new) if isinstance(target, Embed | PosEmbed) else new
 
@@ -105,30 +106,6 @@ class Fills:
                 return self._mean(site)
             case Resample():
                 return self._resampled(site)
-
-    def _between(self, target: Attention) -> Fill:
-        """Rows of the run's own pattern with the weights of some keys replaced."""
-        queries, keys = map(self.run.prompts.locate_spans, (target.queries, target.keys))
-        own, new = _values(self.run, target.node), self.fill(target.node)
-        _require_seen(target, queries, keys)
-        places = torch.arange(own.shape[2], device=keys.index.device)
-        is_key = (keys.index[:, :, None] == places).any(1).to(own.device)  # [batch, pos]
-        if target.renormalise:
-            _require_others(target, queries, take(own, queries.index), is_key)
-
-        def fill(rows: slice, index: Tensor) -> Tensor:
-            width = max(self.run.prompts.lengths[rows])
-            old = take(own[rows].to(index.device), index)[..., :width]
-            replaced = is_key[rows, None, :width].to(index.device).expand_as(old)
-            changed = torch.where(replaced, new(rows, index).to(old), old)
-            if not target.renormalise:
-                return changed
-            taken = (old - changed).sum(-1, keepdim=True)
-            others = old.masked_fill(replaced, 0).sum(-1, keepdim=True)
-            scale = 1 + taken / others.masked_fill(others == 0, 1)  # 0 where there is no query
-            return torch.where(replaced, changed, old * scale)
-
-        return fill
 
     def _places(self, rows: slice, index: Tensor) -> Tensor:
         """Where what stands for some positions is found, in the source or among a mean's."""
@@ -313,30 +290,6 @@ def _paired(run: Run, replaced: PositionIndex, other: PositionIndex) -> Tensor:
     prompt, column = replaced.valid.nonzero(as_tuple=True)
     table[prompt, replaced.index[prompt, column]] = other.index[prompt, column].to(table)
     return table
-
-
-def _require_seen(target: Attention, queries: PositionIndex, keys: PositionIndex) -> None:
-    """Raises PositionError where no query of a prompt can see any of its keys."""
-    last = queries.index.amax(1)
-    first = keys.index.masked_fill(~keys.valid, torch.iinfo(torch.long).max).amin(1)
-    if blind := (first > last).nonzero().flatten().tolist():
-        prompt = blind[0]
-        raise PositionError(
-            f"{target}: in prompt {prompt} every key is behind every query (the first key is "
-            f"{int(first[prompt])}, the last query {int(last[prompt])}), so there is no attention"
-        )
-
-
-def _require_others(target: Attention, queries: PositionIndex, old: Tensor, is_key: Tensor) -> None:
-    """Raises PositionError where a query has no weight on other keys that could be scaled."""
-    others = old.masked_fill(is_key[:, None], 0).sum(-1)
-    empty = (others <= 0) & queries.valid.to(others.device)
-    if bool(empty.any()):
-        prompt, column = empty.nonzero()[0].tolist()
-        raise PositionError(
-            f"{target}: query {int(queries.index[prompt, column])} of prompt {prompt} has no "
-            "weight on any other key, so nothing is left to renormalise"
-        )
 
 
 def _derangement(run: Run, source: Run, seed: int) -> Tensor:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from torch import Tensor
-
+from resid_patching.ablation.attending import Attention
 from resid_patching.address import (
     MLP,
     Address,
@@ -24,35 +21,11 @@ from resid_patching.address import (
     parse,
 )
 from resid_patching.decomposition import writers_of
-from resid_patching.errors import AblationError, AddressError
+from resid_patching.errors import AddressError
 from resid_patching.models import Model, ModelView
 from resid_patching.paths import view_of
-from resid_patching.prompts import Spans
 from resid_patching.rerun import require_site
 from resid_patching.run import Run
-
-
-@dataclass(frozen=True)
-class Attention:
-    """What chosen queries of a head read from chosen keys; made by `attention`.
-
-    Attributes:
-        node: the head's pattern.
-        queries: the positions that attend.
-        keys: the positions that they attend to.
-        renormalise: whether the other weights of these queries are scaled.
-    """
-
-    node: HeadNode
-    queries: Spans
-    keys: Spans
-    renormalise: bool
-
-    def __str__(self) -> str:
-        scaled = "renormalised" if self.renormalise else "not renormalised"
-        head = Head(self.node.layer, self.node.head)
-        return f"{head} attention from {_shown(self.queries)} to {_shown(self.keys)}, {scaled}"
-
 
 Target: TypeAlias = Address | Attention
 Row: TypeAlias = tuple[Target, ...]
@@ -101,59 +74,6 @@ def list_targets(targets: Targets) -> list[Any]:
     return list(given) if is_many else [given]
 
 
-def attention(head: str | Address, *, queries: Spans, keys: Spans, renormalise: bool) -> Attention:
-    """The attention of a head from some positions to others, as a target of `ablate`.
-
-        rp.attention("9.9", queries=-1, keys=[[2], [4]], renormalise=False)
-
-    The weights of the pattern from these queries to these keys are replaced: by zeros (`Zero`), by
-    those of the source between the same positions (`Resample`), or by their mean (`Mean`). The
-    other weights of these queries keep the values of the run, or are scaled.
-
-    Args:
-        head: such as "9.9".
-        queries: the positions that attend: one of every prompt (-1 is the last token), one for
-            each, a list for each, or None for all.
-        keys: the positions that they attend to, likewise. A key behind a query has no weight there.
-        renormalise: whether the other weights of each query are scaled so that its weights sum to
-            what they summed to before. With `Zero` this is the softmax without these keys. There
-            is no default.
-
-    Raises:
-        AddressError: no head.
-        AblationError: `renormalise` is neither True nor False.
-    """
-    match parse(head):
-        case Head(layer, number) | HeadNode(layer, number, "pattern"):
-            node = HeadNode(layer, number, "pattern")
-        case other:
-            raise AddressError(f"{other} is no head; attention is of a head such as 9.9")
-    if not isinstance(renormalise, bool):
-        raise AblationError(
-            "attention: renormalise is True (the other weights of the queries are scaled up or "
-            f"down) or False (they stay), and has no default; got {renormalise!r}"
-        )
-    return Attention(node, _fixed(queries), _fixed(keys), renormalise)
-
-
-def _fixed(positions: Spans) -> Any:
-    """Positions as whole numbers and tuples, which nobody changes later."""
-    listed: Any = positions.tolist() if isinstance(positions, Tensor) else positions
-    if not isinstance(listed, Iterable) or isinstance(listed, str):
-        return listed
-    return tuple(_fixed(one) for one in listed)
-
-
-def _shown(positions: Spans) -> str:
-    """Positions as text, the same for the same positions alone."""
-    if positions is None:
-        return "all"
-    text = str(positions).replace("(", "[").replace(",)", "]").replace(")", "]")
-    if len(text) <= 40:
-        return text
-    return f"{text[:20]} ... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:8]})"
-
-
 def windows_of(targets: Targets, size: int) -> list[Row]:
     """Neighbours of a list as rows of `ablate`: `rp.windows_of(["attn.0", "attn.1", ...], 5)`.
 
@@ -188,7 +108,7 @@ def find_rows(view: ModelView, targets: Targets, *, joint: bool = False) -> list
         AddressError: a target that the model lacks; the same twice in a row, or a part of another;
             a row that is given twice; or one tuple in the place of a list.
     """
-    rows = _read_rows(targets)
+    rows = _read_rows(list_targets(targets) if joint else targets)
     if joint:
         rows = [tuple(target for row in rows for target in row)]
     seen: dict[frozenset[Target], Row] = {}
