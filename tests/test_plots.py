@@ -244,7 +244,7 @@ def test_a_position_in_a_title_has_its_token_where_all_prompts_have_the_same(bas
     metric = rp.logit_diff(" the", " a")
 
     def heading(place, *targets):
-        effect = rp.ablate(run, targets, rp.Zero(), metric=metric, positions=place)
+        effect = rp.ablate(run, list(targets), rp.Zero(), metric=metric, positions=place)
         return plots.show(effect).layout.meta["heading"][1]
 
     tokens = [list(texts) for texts in run.prompts.token_texts]

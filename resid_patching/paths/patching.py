@@ -145,7 +145,7 @@ def is_closed(
     """
     if chunk.plain is None or not all(map(chunk.deltas.closed, senders)):
         return False
-    if acts_from(chunk.clean.held, min(stage(e.site) for sender in senders for e in sender)):
+    if any(acts_from(chunk.clean.held, stage(e.site)) for sender in senders for e in sender):
         return False  # the run's intervention acts on the way
     last = Stream(chunk.view.n_layers - 1, "post")
     layers = [site.layer for end in ends.all if (site := site_of(chunk.view, end)) != last]

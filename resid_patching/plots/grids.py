@@ -69,9 +69,10 @@ def pivoted(frame: Any, row: str, column: str, value: str) -> pandas.DataFrame:
     return frame.pivot(index=row, columns=column, values=value).reindex(**order)
 
 
-def with_tokens(positions: Iterable[int], tokens: Iterable[str]) -> list[str]:
-    """Positions as they stand on an axis: `3 " day"`."""
-    return [f"{p} {quoted(token)}" for p, token in zip(positions, tokens, strict=True)]
+def with_tokens(positions: Iterable[int], tokens: Iterable[object]) -> list[str]:
+    """Positions as they stand on an axis, `3 " day"`; alone where no token is known."""
+    pairs = zip(positions, tokens, strict=True)
+    return [f"{p} {quoted(token)}" if isinstance(token, str) else str(p) for p, token in pairs]
 
 
 def draw_grids(
