@@ -743,7 +743,7 @@ def test_the_command_writes_on_for_named_targets_alone(capsys, flags, named):
     code, _, err = command(
         capsys, "zero", "2.3", "--prompt", "When Mary", "--continue", "5", *flags
     )
-    assert code == 2 and f"without {named}" in err
+    assert code == 2 and f"{named} does not go with --continue" in err
 
 
 @pytest.mark.real

@@ -129,9 +129,7 @@ def _read_rows(targets: Targets) -> list[Row]:
             'one tuple of targets can be read in two ways: write [("9.6", "9.9")] for one row, '
             'in which they are replaced together, or ["9.6", "9.9"] for one row each'
         )
-    if isinstance(targets, str) or not isinstance(targets, Iterable):
-        targets = [targets]
-    return [_read_row(target) for target in targets]
+    return [_read_row(target) for target in list_targets(targets)]
 
 
 def _read_row(given: str | Target | tuple[str | Target, ...]) -> Row:

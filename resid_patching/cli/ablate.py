@@ -130,8 +130,9 @@ def run(arguments: Namespace) -> None:
         effect = _joined(parts, windows)
         facts = _text_facts(windows, effect)
     else:
-        effect, facts = parts[0], token_facts(groups[0][0].prompts.token_texts)
-        facts = (*facts, *_continued(arguments, *groups[0], sites))
+        effect, (captured, other) = parts[0], groups[0]
+        said = _continued(arguments, captured, other, sites)
+        facts = (*token_facts(captured.prompts.token_texts), *said)
     title, part = f"Ablation ({effect.how})", section(effect, facts=facts, top=arguments.top)
     body = body_of(effect, **_known(effect, arguments), prompts=asked.prompts)
     shown = None if on_text else {"prompt": asked.prompts}

@@ -31,7 +31,8 @@ def fit(arguments: Namespace) -> None:
     """
     team, out = rp.team(), Path(arguments.out)
     is_dataset = team.first(lambda: _checked(arguments))
-    texts = validation = None
+    texts: Any = None
+    validation: Any = None
     if team.is_first:
         texts = _dataset(arguments) if is_dataset else _files(arguments.text)
         validation = None if arguments.validation is None else _files([arguments.validation])

@@ -55,8 +55,8 @@ def trajectory(
     grids: dict[str, Grid] = {}
     for lens in [readout] if beside is None else [readout, beside]:
         plan = lens.provenance.plan if isinstance(lens, TopTokens) else lens.plan
-        measured = _measured(lens, top)
-        grids[lens_name(plan, grids)] = _tokens_of(measured, batch, shade)
+        grids[lens_name(plan, grids)] = _tokens_of(_measured(lens, top), batch, shade)
+    tops = readout if isinstance(readout, TopTokens) else readout.top_tokens(1)
     unit = "probability" if shade == "probability" else "nats"
     heading = heading_of(
         f"{' and '.join(grids)}: the most probable token at each layer",
@@ -65,7 +65,7 @@ def trajectory(
         "norm recomputed at each layer",
         f"prompt {batch}",
         "the last row is the model's own output",
-        *under(measured["top_tokens"]),
+        *under(tops),
     )
     longest = max(len(text) for grid in grids.values() for text in grid.texts.flat)
     cell, end = round(max(longest, 6) * CHARACTER), 1.0 if unit == "probability" else None

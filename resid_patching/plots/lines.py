@@ -73,8 +73,7 @@ def lens_by_layer(
     tables = {}
     for readout in readouts:
         name = lens_name(readout.plan, tables)
-        result = getattr(readout, quantity)
-        tables[name] = result.table().assign(name=name)
+        tables[name] = getattr(readout, quantity).table().assign(name=name)
     frame = pandas.concat(tables.values()).rename(columns={"layer": "place"})
     n, prompts = int(frame["n"].iloc[0]), len(readouts[0].run)
     over = f"mean over {n} positions of {prompts} prompt{'s' * (prompts > 1)}"
@@ -83,7 +82,7 @@ def lens_by_layer(
         "nats",
         over,
         "norm recomputed at each layer",
-        *under(result),
+        *under(getattr(readouts[0], quantity)),
     )
     return draw_lines(frame, heading, "nats")
 
