@@ -82,7 +82,7 @@ def _of_changed_runs(run: rp.Run, source: rp.Run) -> Iterator[tuple[str, Any]]:
         yield name, effect
         yield f"{name}, direct", (effect.direct, "")
     for route in ("full", "replay"):
-        yield route, rp.ablate(run, TARGETS, rp.Zero(), metric=METRIC, routes=[route])
+        yield route, rp.ablate(run, list(TARGETS), rp.Zero(), metric=METRIC, routes=[route])
     yield (
         "each position",
         rp.ablate(run, "resid_pre.1", rp.Resample(source), metric=METRIC, positions="each"),

@@ -7,10 +7,10 @@ Three routes give the same numbers; the result says which was taken.
     replay   the model's own blocks, from the first changed layer, all rows
     full     whole forward passes with hooks
 
-`plain` takes variants whose edits act at one stage, on models whose blocks it reproduces on these
-very prompts; `replay` takes the rest; `full` takes models whose blocks cannot be called alone, and
-any model that carries hooks of the caller, so that these act in the clean and the changed run
-alike. Variants are stacked on the batch axis, and only the rows and columns of the logits that
+`plain` takes models whose blocks it reproduces on these very prompts; `replay` takes the rest, and
+patterns that are replaced behind another change; `full` takes models whose blocks cannot be called
+alone, and any model that carries hooks of the caller, so that these act in the clean and the changed
+run alike. Variants are stacked on the batch axis, and only the rows and columns of the logits that
 the metric reads are unembedded.
 """
 
