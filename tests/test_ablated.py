@@ -416,6 +416,7 @@ def test_a_continuation_shows_its_text_and_its_intervention():
 # What an ablated run is
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*zoo.EXACT, "bloom", "gemma2"])
 def test_the_metric_of_an_ablated_run_is_what_ablation_gives_for_every_architecture(name):
     run, other = (rp.capture(zoo.named(name), rows) for rows in (ROWS, OTHERS))
