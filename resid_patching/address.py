@@ -246,10 +246,7 @@ class Edge:
     receiver: Receiver
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sender, SENDERS):
-            raise AddressError(f"an edge starts at a sender; {self.sender} is none")
-        if not isinstance(self.receiver, RECEIVERS):
-            raise AddressError(f"an edge ends at a receiver; {self.receiver} is none")
+        _require_ends(self.sender, self.receiver)
         if not write_stage(self.sender) < read_stage(self.receiver):
             raise CausalityError(
                 f"{self.sender} -> {self.receiver} runs back in time: the receiver acts before "
@@ -334,7 +331,16 @@ def parse_edge(text: str | Edge) -> Edge:
     sender, arrow, receiver = text.partition("->")
     if not arrow:
         raise AddressError(f"{text!r} is no edge. An edge is written 9.9->10.0.q")
-    return Edge(parse(sender), parse(receiver))  # type: ignore[arg-type]
+    ends = parse(sender), parse(receiver)
+    _require_ends(*ends)
+    return Edge(*ends)  # type: ignore[arg-type]
+
+
+def _require_ends(sender: Address, receiver: Address) -> None:
+    if not isinstance(sender, SENDERS):
+        raise AddressError(f"an edge starts at a sender; {sender} is none")
+    if not isinstance(receiver, RECEIVERS):
+        raise AddressError(f"an edge ends at a receiver; {receiver} is none")
 
 
 def hook_name(address: Address) -> str:
