@@ -9,9 +9,9 @@ Three routes give the same numbers; the result says which was taken.
 
 `plain` takes models whose blocks it reproduces on these very prompts; `replay` takes the rest, and
 patterns that are replaced behind another change; `full` takes models whose blocks cannot be called
-alone, and any model that carries hooks of the caller, so that these act in the clean and the changed
-run alike. Variants are stacked on the batch axis, and only the rows and columns of the logits that
-the metric reads are unembedded.
+alone, and any model that carries hooks of the caller, so that these act in the clean and the
+changed run alike. Variants are stacked on the batch axis, and only the rows and columns of the
+logits that the metric reads are unembedded.
 """
 
 from __future__ import annotations
