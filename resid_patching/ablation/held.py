@@ -16,18 +16,14 @@ from collections.abc import Sequence
 
 from resid_patching.ablation.fills import Fills
 from resid_patching.ablation.kinds import Mean, Path, Source, Zero, refusal, require_kind
-from resid_patching.ablation.targets import Attention, Targets, find_rows, site_of
+from resid_patching.ablation.targets import Attention, Targets, find_rows, site_of, wholes_of
 from resid_patching.address import (
-    MLP,
     Address,
-    Attn,
     AttnBias,
     Embed,
-    Head,
     HeadInput,
     HeadNode,
     MLPBias,
-    Neuron,
     PosEmbed,
     Stream,
 )
@@ -120,13 +116,11 @@ def unheld(run: Run, site: Address, where: PositionIndex) -> PositionIndex:
 def _whole_of(site: Address) -> Address | None:
     """What a site is a part of at its own position; keys and values act on later ones, too."""
     match site:
-        case Head(layer, _) | HeadNode(layer, _, _) | HeadInput(layer, _, "q") | AttnBias(layer):
-            return Attn(layer)
-        case Neuron(layer, _) | MLPBias(layer):
-            return MLP(layer)
         case Embed() | PosEmbed():
             return Stream(0, "pre")
-    return None
+        case HeadInput(_, _, "k" | "v"):
+            return None
+    return next(iter(wholes_of(site)), None)
 
 
 def positions_text(positions: Spans | str, places: Sequence[PositionIndex]) -> str:

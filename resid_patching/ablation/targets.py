@@ -173,7 +173,7 @@ def _require_apart(row: Row) -> None:
             raise _twice(str(target), str(seen[place]))
         seen[place] = target
     for target in row:
-        for whole in _wholes(target):
+        for whole in wholes_of(target):
             if whole in seen:
                 raise AddressError(
                     f"{target} is a part of {whole}, so replacing both is replacing {whole} "
@@ -181,7 +181,7 @@ def _require_apart(row: Row) -> None:
                 )
 
 
-def _wholes(target: Target) -> tuple[Address, ...]:
+def wholes_of(target: Target) -> tuple[Address, ...]:
     """What a target is a part of: an attention layer, an MLP, or a head's whole pattern."""
     match target:
         case Attention(node):

@@ -102,7 +102,6 @@ def run(arguments: Namespace) -> None:
     sites = with_swept(view, named, arguments.sweep)
     on_text = asked.prompts is None
     metric = new_metric(asked.metric, asked.answers, asked.foils, on_text=on_text)
-    pairing = {n: v for n, v in vars(arguments).items() if n in ("pairing", "seed")}
     windows = _windows(view, arguments, arguments.text) if on_text else None
     groups: Any = _of_text(windows, arguments) if windows else [_of_prompts(view, asked, arguments)]
     parts = []
@@ -115,7 +114,7 @@ def run(arguments: Namespace) -> None:
             effect = rp.ablate(
                 captured,
                 sites,
-                new_kind(other, getattr(arguments, "over", None), **pairing),
+                _kind(arguments, other),
                 metric=metric,
                 positions=arguments.positions,
                 joint=arguments.joint,
@@ -139,6 +138,11 @@ def run(arguments: Namespace) -> None:
     deliver(arguments, view, effect.provenance, title, [part], body, effect.to_frame, prompts=shown)
 
 
+def _kind(arguments: Namespace, other: rp.Run | None) -> Any:
+    pairing = {n: v for n, v in vars(arguments).items() if n in ("pairing", "seed")}
+    return new_kind(other, getattr(arguments, "over", None), **pairing)
+
+
 def _continued(
     arguments: Namespace, captured: rp.Run, other: rp.Run | None, sites: list[Any]
 ) -> Facts:
@@ -146,8 +150,7 @@ def _continued(
     n = getattr(arguments, "continue")
     if n is None:
         return ()
-    pairing = {n: v for n, v in vars(arguments).items() if n in ("pairing", "seed")}
-    how = new_kind(other, getattr(arguments, "over", None), **pairing)
+    how = _kind(arguments, other)
     runs = {"as it is, it says": captured}
     for targets in [sites] if arguments.joint else [[site] for site in sites]:
         name = f"{arguments.kind} {' + '.join(map(str, targets))}"

@@ -84,7 +84,8 @@ class Stack:
         wanted: dict[tuple[int | float, int], list[Receiver]] = defaultdict(list)
         for receiver in receivers:
             wanted[read_at_stage(self.view, receiver)].append(receiver)
-        self._write(0, Embed, PosEmbed, Input)
+        start = [put for put in self.puts if isinstance(put.site, Embed | PosEmbed | Input)]
+        self.chunk.deltas.through(self.D, start, [], (0, 0), self.index)
         last = max(wanted)
         for layer in range(self.view.n_layers):
             yield self._read(wanted.pop((layer, 0), []), layer, "pre")
@@ -105,11 +106,7 @@ class Stack:
     def _write(self, layer: int, *types: type) -> None:
         """Adds what the senders of some types write more or less in a layer."""
         puts = [p for p in self.puts if isinstance(p.site, types) and _layer(p) == layer]
-        if types[0] is Embed:
-            for put in puts:
-                put.add(self.D, self.index, put.difference)
-        else:
-            self.chunk.deltas.write(self.D, puts, layer, self.index)
+        self.chunk.deltas.write(self.D, puts, layer, self.index)
 
     # MLPs
 

@@ -202,11 +202,8 @@ class Deltas:
                 mixed = torch.einsum("kbnp,kbpd->kbnd", put.values.to(z), parts["v"][mine.numbers])
                 mine.with_values(mixed).set(z, at)
         for pin in pins:
-            if (
-                isinstance(pin.site, Head)
-                or isinstance(pin.site, HeadNode)
-                and pin.site.which == "z"
-            ):
+            if _is_z(pin):
+                assert isinstance(pin.site, Head | HeadNode)
                 mine = (touched == pin.site.head).nonzero()[:, 0]
                 held = z[mine]
                 pin.set(held, at)
