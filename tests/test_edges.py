@@ -101,7 +101,8 @@ def test_edges_of_long_and_short_prompts(toy):
     base = rp.capture(toy.model, zoo.RAGGED)
     how = rp.Resample(rp.capture(toy.model, RAGGED_OTHERS), pairing="shuffle", seed=1)
     edges = family(toy)[::3]
-    some = [edge for edge in edges if "->resid" not in edge]
+    parts = ("attn", "embed", "mlp.1.9")  # beside the wholes and parts that they overlap
+    some = [edge for edge in edges if "->resid" not in edge and not edge.startswith(parts)]
     together = rp.ablate(base, edges, rp.Zero(), metric=DIFF)
     at_once = joint(base, some, rp.Zero())
     for number, row in enumerate(zoo.RAGGED):
@@ -277,6 +278,8 @@ def test_edges_can_be_kept_in_rows_and_taken_up_again(toy, tmp_path):
         (["0.1->1.1.q"], {"positions": "each"}, AblationError, "set of positions at a time"),
         (["0.1->resid_pre.2", "0.1->2.0.q"], {"joint": True}, AddressError, "all later receivers"),
         (["0.1->1.1.q"], {"joint": True, "rows": "rows.jsonl"}, AblationError, "one row"),
+        (["attn.0->2.0.q", "0.1->2.0.q"], {"joint": True}, AddressError, r"0\.1 is a part of attn"),
+        (["input->1.0.q", "embed->1.0.q"], {"joint": True}, AddressError, "part of input"),
     ],
     ids=str,
 )
@@ -306,3 +309,11 @@ def test_the_result_speaks_of_edges():
         base, ["0.1->1.1.q", "mlp.0->logits"], rp.Resample(source), metric=DIFF, joint=True
     )
     assert "(edges together)" in together.summary() and "direct" not in together.headings()
+
+
+def test_a_layer_and_its_head_may_go_to_different_receivers():
+    base, source = runs(PLAIN)
+    edges = ["attn.0->2.0.q", "0.1->2.1.q"]
+    apart = rp.ablate(base, edges, rp.Resample(source), metric=DIFF)
+    both = joint(base, edges, rp.Resample(source))
+    assert bool(both.total.isfinite().all()) and not torch.equal(both.total, apart.total[:1])

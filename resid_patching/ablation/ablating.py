@@ -46,6 +46,7 @@ from resid_patching.ablation.targets import (
     find_rows,
     list_targets,
     name_of_row,
+    require_apart,
     site_of,
 )
 from resid_patching.errors import AblationError, PositionError
@@ -139,6 +140,8 @@ def ablate(
     each = isinstance(positions, str)
     if edges is not None:
         _require_edges(kind, joint and (rows is not None or team is not None))
+        for senders in edges.heard.values() if joint else ():
+            require_apart(senders)
     if each:
         _require_each(positions, kind, edges is not None)
     all_targets = [target for group in groups for target in group]

@@ -12,11 +12,14 @@ from resid_patching.address import (
     Attn,
     AttnBias,
     Edge,
+    Embed,
     Head,
     HeadInput,
     HeadNode,
+    Input,
     MLPBias,
     Neuron,
+    PosEmbed,
     Stream,
     parse,
 )
@@ -115,7 +118,7 @@ def find_rows(view: ModelView, targets: Targets, *, joint: bool = False) -> list
     for row in rows:
         for target in row:
             require_site(view, site_of(target))
-        _require_apart(row)
+        require_apart(row)
         places = frozenset(map(_place, row))
         if places in seen:
             raise _twice(name_of_row(row), name_of_row(seen[places]))
@@ -164,7 +167,7 @@ def _twice(one: str, other: str) -> AddressError:
     return AddressError(f"{one} was given twice" + (f" (once as {other})" if other != one else ""))
 
 
-def _require_apart(row: Row) -> None:
+def require_apart(row: Row) -> None:
     """Raises AddressError where a row holds a place twice, or a place and a part of it."""
     seen: dict[Target, Target] = {}
     for target in row:
@@ -182,7 +185,7 @@ def _require_apart(row: Row) -> None:
 
 
 def wholes_of(target: Target) -> tuple[Address, ...]:
-    """What a target is a part of: an attention layer, an MLP, or a head's whole pattern."""
+    """What a target is a part of: the start, a layer's attention or MLP, a head's whole pattern."""
     match target:
         case Attention(node):
             return node, Attn(node.layer)
@@ -190,5 +193,7 @@ def wholes_of(target: Target) -> tuple[Address, ...]:
             return (Attn(layer),)
         case Neuron(layer) | MLPBias(layer):
             return (MLP(layer),)
+        case Embed() | PosEmbed():
+            return (Input(),)
         case _:
             return ()

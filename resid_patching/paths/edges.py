@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from resid_patching.address import (
@@ -130,6 +131,14 @@ class EdgeSet:
         rows = {sender: number for number, sender in enumerate(self.senders)}
         columns = {receiver: number for number, receiver in enumerate(receivers)}
         self.cells = [(rows[edge.sender], columns[edge.receiver]) for edge in edges]
+
+    @property
+    def heard(self) -> dict[Receiver, tuple[Sender, ...]]:
+        """The senders that each receiver hears replaced."""
+        found: dict[Receiver, list[Sender]] = defaultdict(list)
+        for edge in self.edges:
+            found[edge.receiver].append(edge.sender)
+        return {receiver: tuple(senders) for receiver, senders in found.items()}
 
     @property
     def names(self) -> list[list[tuple[str, str | int | None] | None]]:

@@ -9,7 +9,6 @@ All edges replaced by another run's writes give that run; none give the clean on
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -103,10 +102,10 @@ class Hearing:
             key=lambda put: write_stage(put.site),  # type: ignore[arg-type]
         )
         number_of = {put.site: number for number, put in enumerate(self.puts)}
-        self.hears: dict[Receiver, list[int]] = defaultdict(list)
+        self.hears: dict[Receiver, list[int]] = {}
         """Numbers of the senders of which each receiver hears other writes."""
-        for edge in edges.edges:
-            self.hears[edge.receiver].append(number_of[edge.sender])
+        for receiver, heard in edges.heard.items():
+            self.hears[receiver] = [number_of[sender] for sender in heard]
         shape = (len(self.puts), *chunk.clean.final.shape)
         self.apart = chunk.clean.final.new_zeros(shape)
         """Each sender's new write minus its write in this run [sender, rows, pos, d_model]."""
